@@ -1,0 +1,52 @@
+"""Canonical building: a segment's state, computed alone behind the anchor by the dense model."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from redknot.execution.cache import PromptCache
+from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.execution.visibility import Visibility
+from redknot.models import Adapter
+from redknot.segments import SegmentState
+
+
+class StateRecorder:
+    """Copies un-rotated keys and values of consecutive prompt rows into segment state."""
+
+    def __init__(self, adapter: Adapter, token_ids: Int[Tensor, "token"], start: int) -> None:
+        shape = adapter.layers[0].shape
+        like = torch.empty(0, dtype=adapter.dtype, device=adapter.device)
+        self.state = SegmentState.empty(
+            token_ids.clone(), len(adapter.layers), shape.num_groups, shape.head_dim, like
+        )
+        self._start = start
+
+    def __call__(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take the rows from ``start`` on, as many as the state holds."""
+        stop = self._start + len(self.state)
+        self.state.planes["key"][layer] = key[:, self._start : stop]
+        self.state.planes["value"][layer] = value[:, self._start : stop]
+
+
+@torch.inference_mode()
+def build_state(
+    adapter: Adapter, token_ids: Int[Tensor, "token"], anchor: Sequence[int]
+) -> SegmentState:
+    """State of ``token_ids`` behind ``anchor``; depends on nothing else."""
+    ids = torch.cat([torch.tensor(anchor, dtype=torch.int64), token_ids])
+    shapes = [layer.shape for layer in adapter.layers]
+    recorder = StateRecorder(adapter, token_ids, len(anchor))
+    trip = Trip(
+        PromptCache.allocate(adapter, len(ids)), Visibility.of(shapes, 0), record=recorder
+    )
+    placed = Placed.at(adapter, torch.arange(len(ids)))
+    hidden = adapter.embed(ids.to(adapter.device))
+    for index, layer in enumerate(adapter.layers):
+        last = index == len(adapter.layers) - 1
+        attended, _ = attention(trip, index, layer, placed, hidden, tail=1 if last else None)
+        if not last:
+            hidden = finish(layer, hidden, attended)
+    return recorder.state

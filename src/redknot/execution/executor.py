@@ -1,0 +1,192 @@
+"""One executor for every policy: relocate, probe, recover."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from redknot.execution.builder import StateRecorder
+from redknot.execution.cache import PromptCache
+from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.execution.probe import probe_mass
+from redknot.execution.recover import Recovery
+from redknot.execution.stages import Stages
+from redknot.execution.visibility import Visibility, global_groups
+from redknot.heads import HeadMap
+from redknot.models import Adapter
+from redknot.recovery import Flops, Layout, Plan, Policy, plan_flops
+from redknot.recovery.policies import Dense
+from redknot.recovery.selection import simulate
+from redknot.segments import Lookup, SegmentState
+from redknot.segments.template import MAX_PROBE_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionSettings:
+    """How passes are cut."""
+
+    chunk_tokens: int | None = None
+    "Positions of one chunk of a static plan; None runs the prompt at once."
+    row_block: int | None = None
+    "Rows of one attention call; None is what the device likes."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """A prompt that is ready to decode."""
+
+    token_ids: Int[Tensor, "token"]
+    cache: PromptCache
+    sight: Visibility
+    logits: Float[Tensor, "vocab"]
+    "Of the first new token."
+    plan: Plan
+    layout: Layout
+    flops: Flops
+    dense_flops: Flops
+    seconds: dict[str, float]
+    "By stage: relocate, probe, recover."
+    beginning: SegmentState | None
+    "Exact state of the tokens before the first segment, where it was asked for and is exact."
+
+    @property
+    def flops_share(self) -> float:
+        """FLOPs over dense's for the same prompt; a common prefix is left out of both."""
+        return self.flops.total / max(1, self.dense_flops.total)
+
+
+class Executor:
+    """Runs requests of one model, one at a time."""
+
+    def __init__(
+        self, adapter: Adapter, settings: ExecutionSettings = ExecutionSettings()  # noqa: B008
+    ) -> None:
+        self.adapter, self.settings = adapter, settings
+        self.shapes = [layer.shape for layer in adapter.layers]
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        token_ids: Int[Tensor, "token"],
+        lookup: Lookup,
+        policy: Policy,
+        head_map: HeadMap | None = None,
+        *,
+        room: int = 0,
+        keep_beginning: int = 0,
+    ) -> Prefilled:
+        """From token ids and known state to the first token's logits.
+
+        ``room`` is how many tokens may follow; ``keep_beginning`` asks for the exact state of that
+        many first tokens.
+        """
+        if policy.needs_head_map and head_map is None:
+            raise ValueError(f"policy {policy.name} needs a head map")
+        layout = lookup.layout.without_exact(policy.exact_limit(lookup.layout))
+        sight = Visibility.of(self.shapes, layout.context_end, head_map, policy.windows)
+        stages = Stages(self.adapter.device)
+        with stages.stage("relocate"):
+            cache = self._relocated(layout, lookup, room)
+        recorder = self._recorder(token_ids, layout, sight, keep_beginning)
+        mass = None
+        if policy.uses_probe and len(layout.stored):
+            with stages.stage("probe"):
+                whole = Visibility.of(self.shapes, 0)
+                mass = probe_mass(
+                    self.adapter, self._trip(cache, whole), token_ids, layout
+                )
+        with stages.stage("recover"):
+            groups = global_groups(self.shapes, head_map)
+            trip = self._trip(cache, sight, recorder)
+            recovery = Recovery(self.adapter, trip, token_ids, layout, policy, groups, mass)
+            logits = self.adapter.logits(self._in_chunks(recovery, layout, policy))[-1]
+        cache.length = layout.num_tokens
+        plan = recovery.plan()
+        return Prefilled(
+            token_ids=token_ids,
+            cache=cache,
+            sight=sight,
+            logits=logits,
+            plan=plan,
+            layout=layout,
+            flops=plan_flops(
+                plan, layout, self.shapes, sight.prefill, sight.decode, lookup.layout.common_prefix
+            ),
+            dense_flops=self.dense_flops(lookup.layout),
+            seconds=stages.seconds,
+            beginning=None if recorder is None else recorder.state,
+        )
+
+    @torch.inference_mode()
+    def extend(
+        self, prefilled: Prefilled, token_ids: Int[Tensor, "new"]
+    ) -> Float[Tensor, "new vocab"]:
+        """Append tokens to the prompt; logits behind each of them."""
+        cache = prefilled.cache
+        positions = torch.arange(cache.length, cache.length + len(token_ids))
+        placed = Placed.at(self.adapter, positions)
+        trip = self._trip(cache, prefilled.sight)
+        hidden = self.adapter.embed(token_ids.to(self.adapter.device))
+        for index, layer in enumerate(self.adapter.layers):
+            attended, _ = attention(trip, index, layer, placed, hidden)
+            hidden = finish(layer, hidden, attended)
+        cache.length += len(token_ids)
+        return self.adapter.logits(hidden)
+
+    def dense_flops(self, layout: Layout) -> Flops:
+        """What dense spends on the same prompt behind its common prefix."""
+        bare = Layout(
+            num_tokens=layout.num_tokens,
+            exact=0,
+            segments=(),
+            context_end=layout.context_end,
+            probe=layout.probe,
+        )
+        whole = Visibility.of(self.shapes, 0)
+        plan = simulate(Dense(), bare, len(self.shapes), global_groups(self.shapes, None))
+        return plan_flops(
+            plan, bare, self.shapes, whole.prefill, whole.decode, layout.common_prefix
+        )
+
+    def _trip(
+        self, cache: PromptCache, sight: Visibility, record: StateRecorder | None = None
+    ) -> Trip:
+        return Trip(cache, sight, self.settings.row_block, record)
+
+    def _relocated(self, layout: Layout, lookup: Lookup, room: int) -> PromptCache:
+        """A cache with all known state in place."""
+        capacity = layout.num_tokens + max(room, MAX_PROBE_TOKENS)
+        cache = PromptCache.allocate(self.adapter, capacity)
+        for span, state in lookup.hits:
+            cache.place(self.adapter, state, span.start, len(span))
+        if lookup.exact is not None and layout.exact:
+            cache.place(self.adapter, lookup.exact, 0, layout.exact)
+        return cache
+
+    def _recorder(
+        self, token_ids: Tensor, layout: Layout, sight: Visibility, tokens: int
+    ) -> StateRecorder | None:
+        """A recorder of the first ``tokens``, if this pass computes them and they see everything."""
+        limits = [
+            limit
+            for layer in sight.prefill
+            for reach in layer
+            for limit in (reach.window,)
+            if limit is not None
+        ]
+        unseen = bool(limits) and tokens > min(limits)
+        chunked = self.settings.chunk_tokens is not None
+        if tokens <= 0 or layout.exact or unseen or chunked or bool(layout.reusable[:tokens].any()):
+            return None
+        return StateRecorder(self.adapter, token_ids[:tokens], 0)
+
+    def _in_chunks(
+        self, recovery: Recovery, layout: Layout, policy: Policy
+    ) -> Float[Tensor, "row hidden"]:
+        step = self.settings.chunk_tokens
+        if step is None or policy.adaptive:
+            return recovery.run(0, layout.num_tokens)
+        for start in range(layout.exact, layout.num_tokens, step):
+            hidden = recovery.run(start, min(start + step, layout.num_tokens))
+        return hidden

@@ -1,0 +1,166 @@
+"""The recovery pass: rows flow as a policy says, and the executed plan is written down."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.models import Adapter, Layer
+from redknot.recovery import Layout, LayerPlan, Plan, Policy
+from redknot.recovery.flops import question_rows
+from redknot.recovery.policy import History
+from redknot.recovery.selection import select, with_fresh
+
+
+class RequestSignals:
+    """Signals of one request, measured when a policy asks."""
+
+    def __init__(
+        self, mass: Float[Tensor, "layer group token"] | None, groups: Bool[Tensor, "layer group"]
+    ) -> None:
+        self._mass, self._groups = mass, groups
+        self.measure_deviation: Callable[[], Float[Tensor, "token"]] = _unset
+        self.measure_output: Callable[[], Float[Tensor, "row"]] = _unset
+        self.ranked = 0
+
+    def global_groups(self) -> Bool[Tensor, "layer group"]:
+        """Groups that see everything."""
+        return self._groups
+
+    def probe_mass(self) -> Float[Tensor, "layer group token"]:
+        """Attention of the question pass; ValueError where the policy declared no use of it."""
+        if self._mass is None:
+            raise ValueError("a policy that reads probe_mass must set uses_probe")
+        return self._mass
+
+    def deviation(self) -> Float[Tensor, "token"]:
+        """Distance of fresh K and V from the reused ones in this layer."""
+        return self.measure_deviation()
+
+    def output_norm(self) -> Float[Tensor, "row"]:
+        """Norm of the attention output of this layer's rows."""
+        return self.measure_output()
+
+
+class Recovery:
+    """One request's way through the layers under ``policy``."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        trip: Trip,
+        token_ids: Int[Tensor, "token"],
+        layout: Layout,
+        policy: Policy,
+        global_groups: Tensor,
+        mass: Float[Tensor, "layer group token"] | None,
+    ) -> None:
+        self._adapter, self._trip, self._policy, self._layout = adapter, trip, policy, layout
+        self._token_ids = token_ids.to(adapter.device)
+        self._global_groups = global_groups
+        self._signals = RequestSignals(mass, global_groups)
+        self._chunks: list[list[LayerPlan]] = []
+
+    def run(self, start: int, stop: int) -> Float[Tensor, "row hidden"]:
+        """Run the rows of positions ``start`` to ``stop`` through all layers.
+
+        Returns the last row's output of the last layer. Chunks must come in order and end with the
+        prompt; only policies that are not adaptive may run in more than one.
+        """
+        num_layers = len(self._adapter.layers)
+        active = self._layout.stored
+        placed = self._place(active, start, stop)
+        hidden = self._adapter.embed(self._token_ids[placed.rows.device])
+        skipped = torch.zeros(self._layout.num_tokens, dtype=torch.bool)
+        layers: list[LayerPlan] = []
+        for index, layer in enumerate(self._adapter.layers):
+            self._signals.ranked = 0
+            self._signals.measure_deviation = lambda i=index, x=layer, p=placed, h=hidden: (
+                self._deviation(i, x, p, h)
+            )
+            kept = select(self._policy, index, num_layers, active, self._layout, self._signals)
+            if kept is not active:
+                active, before = kept, placed
+                placed = self._place(active, start, stop)
+                hidden = hidden[torch.searchsorted(before.rows.device, placed.rows.device)]
+            rows = placed.rows.host
+            if not len(rows):  # a chunk whose tokens have all left
+                layers.append(LayerPlan(rows))
+                continue
+            history = History(skipped, self._global_groups[index])
+            publish = self._policy.publish(index, rows, self._layout, history)
+            last = index == num_layers - 1
+            attended, _ = attention(
+                self._trip, index, layer, placed, hidden, publish=publish, tail=1 if last else None
+            )
+            fed: list[Tensor | None] = [None]
+            if last:
+                hidden = finish(layer, hidden[-1:], attended)
+            else:
+                hidden = finish(
+                    layer,
+                    hidden,
+                    attended,
+                    lambda out, i=index, r=rows, f=fed: self._feed(i, r, out, f),
+                )
+            if fed[0] is not None:
+                skipped[rows[~torch.isin(rows, fed[0])]] = True
+            layers.append(LayerPlan(rows, fed[0], publish, self._signals.ranked))
+        self._chunks.append(layers)
+        return hidden
+
+    def plan(self) -> Plan:
+        """What was executed."""
+        probe = len(question_rows(self._layout)) if self._signals._mass is not None else 0
+        layers = tuple(_join(parts) for parts in zip(*self._chunks, strict=True))
+        return Plan(self._policy.describe(), self._layout.num_tokens, layers, probe)
+
+    def _place(self, active: Int[Tensor, "token"], start: int, stop: int) -> Placed:
+        rows = with_fresh(active, self._layout)
+        return Placed.at(self._adapter, rows[(rows >= start) & (rows < stop)])
+
+    def _feed(
+        self, index: int, rows: Tensor, attended: Tensor, fed: list[Tensor | None]
+    ) -> Int[Tensor, "some"] | None:
+        """Indices of the rows that run the FFN, noting their positions in ``fed``."""
+        self._signals.measure_output = lambda: attended.float().norm(dim=-1).cpu()
+        num_layers = len(self._adapter.layers)
+        fed[0] = self._policy.feed(index, num_layers, rows, self._layout, self._signals)
+        if fed[0] is None:
+            return None
+        return torch.searchsorted(rows, fed[0]).to(attended.device)
+
+    def _deviation(
+        self, index: int, layer: Layer, placed: Placed, hidden: Float[Tensor, "row hidden"]
+    ) -> Float[Tensor, "token"]:
+        """Squared distance of the active rows' fresh K/V from the cache; zero elsewhere."""
+        self._signals.ranked = len(placed.rows)
+        normed = layer.attention_input(hidden)
+        fresh = placed.rotate(layer.keys(normed)), layer.values(normed)
+        cache = self._trip.cache
+        distance = sum(
+            (new.float() - plane[index][:, placed.rows.device].float()).square().sum((0, 2))
+            for new, plane in zip(fresh, (cache.keys, cache.values), strict=True)
+        )
+        full = torch.zeros(self._layout.num_tokens)
+        full[placed.rows.host] = torch.as_tensor(distance).cpu()
+        return full
+
+
+def _join(parts: tuple[LayerPlan, ...]) -> LayerPlan:
+    """One layer of a plan out of its chunks."""
+    if len(parts) == 1:
+        return parts[0]
+    publish = [part.publish for part in parts if part.publish is not None]
+    ffn = [part.ffn for part in parts if part.ffn is not None]
+    return LayerPlan(
+        torch.cat([part.active for part in parts]),
+        torch.cat(ffn) if ffn else None,
+        torch.cat(publish, 1) if publish else None,
+    )
+
+
+def _unset() -> Tensor:
+    raise ValueError("this signal is not measured at this point")

@@ -1,0 +1,58 @@
+"""Query rows of one stage and the reach of one KV head: what an attention call is planned from."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+class Reach(NamedTuple):
+    """What one KV head shows to the query at position p.
+
+    ``{0..sink-1}`` and ``{p-window+1..p}`` as a set, cut to ``{p-horizon+1..p}``.
+    """
+
+    window: int | None = None  # tokens, the query's own included; None shows everything
+    sink: int = 0  # first tokens of the prompt
+    horizon: int | None = None  # the model's own sliding window, in tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Sorted positions of query rows, on the host for planning and on the device for masks."""
+
+    host: Int[Tensor, "row"]
+    device: Int[Tensor, "row"]
+
+    @classmethod
+    def at(cls, positions: Int[Tensor, "row"], device: torch.device) -> "Rows":
+        """Rows at host ``positions`` (sorted, unique)."""
+        return cls(positions, positions.to(device, non_blocking=True))
+
+    def __len__(self) -> int:
+        return self.host.shape[0]
+
+    def between(self, start: int, stop: int) -> "Rows":
+        """The rows with index ``start`` to ``stop``."""
+        return Rows(self.host[start:stop], self.device[start:stop])
+
+    def before(self, position: int) -> int:
+        """How many rows stand before ``position``."""
+        return int(torch.searchsorted(self.host, position))
+
+    @property
+    def first(self) -> int:
+        """Position of the first row."""
+        return int(self.host[0])
+
+    @property
+    def last(self) -> int:
+        """Position of the last row."""
+        return int(self.host[-1])
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether no position between the first and the last row is left out."""
+        return self.last - self.first + 1 == len(self)

@@ -1,0 +1,28 @@
+"""Column mass: the mean attention probability of every key over rows, by KV head."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from redknot.kernels.attend.rows import Rows
+
+
+def column_mass(
+    query: Float[Tensor, "query_head row dim"],
+    key: Float[Tensor, "kv_head token dim"],
+    rows: Rows,
+    *,
+    scale: float,
+) -> Float[Tensor, "kv_head token"]:
+    """Mean over the query heads of a KV head and over rows of the causal attention probability.
+
+    In float32. One KV head at a time, so that scores of all heads never stand side by side.
+    """
+    num_kv_heads, num_tokens = key.shape[:2]
+    grouped = query.view(num_kv_heads, -1, *query.shape[1:])
+    later = torch.arange(num_tokens, device=key.device)[None, :] > rows.device[:, None]
+    masses = []
+    for q, k in zip(grouped, key, strict=True):
+        scores = (q @ k.T).float() * scale
+        masses.append(scores.masked_fill_(later, float("-inf")).softmax(-1).mean((0, 1)))
+    return torch.stack(masses)

@@ -1,0 +1,131 @@
+"""Finding and opening a model: embedded, folder, GGUF file, hub name, or random weights."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from redknot.errors import InputError
+from redknot.models.adapter import Adapter
+from redknot.models.byte_tokenizer import byte_tokenizer
+from redknot.models.delta import Delta
+from redknot.models.embedded import ALIASES, NAME, embedded_gguf
+from redknot.models.families import adapt
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready for the executor, with what belongs to it."""
+
+    name: str
+    adapter: Adapter
+    tokenizer: PreTrainedTokenizerBase
+    end_token_ids: frozenset[int]
+    hf: PreTrainedModel
+    "The Transformers model itself: the dense peer, and the owner of the weights."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """How to open a model."""
+
+    load_format: Literal["auto", "dummy"] = "auto"
+    "dummy builds the config with random weights."
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    "auto is float32 on a CPU and the model's own type on a GPU."
+    device: str = "cpu"
+    "cpu, cuda or cuda:N."
+    delta: Path | None = None
+    "Folder of differences to add to the weights."
+
+
+def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> LoadedModel:  # noqa: B008
+    """Open ``model``; `InputError` where it is missing, broken or of no supported family."""
+    source = _source(model)
+    delta = None if options.delta is None else Delta.read(options.delta)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        config = AutoConfig.from_pretrained(**source)
+        if delta is not None:
+            delta.configure(config)
+        hf = _build(source, config, options)
+        tokenizer = _tokenizer(source, options)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InputError(f"cannot open model {model}: {str(error).splitlines()[0]}") from error
+    if delta is not None:
+        delta.apply(hf)
+    name = NAME if str(model) in ALIASES else Path(str(model)).name
+    if options.delta is not None:
+        name += f"+{options.delta.resolve().name}"
+    return wrap_model(hf.to(options.device), tokenizer, name)
+
+
+def wrap_model(
+    hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "model"
+) -> LoadedModel:
+    """A model that the caller has opened with Transformers."""
+    hf.eval().requires_grad_(False)
+    return LoadedModel(name, adapt(hf), tokenizer, _end_tokens(hf, tokenizer), hf)
+
+
+def _source(model: str | Path) -> dict[str, Any]:
+    """Arguments that name the model to Transformers."""
+    if str(model) in ALIASES:
+        model = embedded_gguf()
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"{path}: no such file")
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path)}
+    if str(model).startswith(("/", ".", "~")):
+        raise InputError(f"{model}: no such file or folder")
+    return {"pretrained_model_name_or_path": str(model)}
+
+
+def _build(source: dict[str, Any], config: PretrainedConfig, options: LoadOptions) -> Any:
+    dtype = DTYPES.get(options.dtype)
+    if dtype is None:
+        dtype = torch.float32 if options.device == "cpu" else config.dtype or torch.bfloat16
+    if options.load_format == "dummy":
+        with torch.device(options.device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=dtype)
+
+
+def _tokenizer(source: dict[str, Any], options: LoadOptions) -> PreTrainedTokenizerBase:
+    folder = Path(source["pretrained_model_name_or_path"])
+    missing = not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if options.load_format == "dummy" and "gguf_file" not in source and missing:
+        return byte_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    if not tokenizer.is_fast:
+        raise InputError("the model's tokenizer gives no offsets (a fast tokenizer is needed)")
+    return tokenizer
+
+
+def _end_tokens(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every end token of the generation config, the config and the tokenizer."""
+    found: set[int] = set()
+    for value in (
+        getattr(hf.generation_config, "eos_token_id", None),
+        getattr(hf.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)

@@ -1,0 +1,18 @@
+"""What must be redone? Layout, signals, plans, policies and their cost."""
+
+from redknot.recovery.flops import Flops, plan_flops
+from redknot.recovery.layout import Layout
+from redknot.recovery.plan import LayerPlan, Plan
+from redknot.recovery.policy import Policy, Windows
+from redknot.recovery.signals import Signals
+
+__all__ = [
+    "Flops",
+    "Layout",
+    "LayerPlan",
+    "Plan",
+    "Policy",
+    "Signals",
+    "Windows",
+    "plan_flops",
+]

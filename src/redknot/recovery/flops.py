@@ -1,0 +1,141 @@
+"""FLOPs of any plan, counted from its rows and true visible pairs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from redknot.heads import visible_pairs
+from redknot.kernels.attend import Reach
+from redknot.models import LayerShape
+from redknot.recovery.layout import Layout
+from redknot.recovery.plan import LayerPlan, Plan
+
+RELOCATION_FLOPS = 3  # for each element of a rotated key: two products and a sum
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Operations by what they are spent on."""
+
+    projection: int = 0
+    attention: int = 0
+    ffn: int = 0
+    relocation: int = 0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            self.projection + other.projection,
+            self.attention + other.attention,
+            self.ffn + other.ffn,
+            self.relocation + other.relocation,
+        )
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.projection + self.attention + self.ffn + self.relocation
+
+
+def plan_flops(
+    plan: Plan,
+    layout: Layout,
+    shapes: Sequence[LayerShape],
+    prefill: Sequence[tuple[Reach, ...]],
+    decode: Sequence[tuple[Reach, ...]],
+    prefix: int = 0,
+) -> Flops:
+    """FLOPs from the request's token ids to the first token's logits, output head left out.
+
+    The first ``prefix`` tokens count as cached, whether the plan computes them or not.
+
+    ``prefill`` and ``decode`` give the reach of every group by layer for rows before and from
+    ``layout.context_end``. Probe, relocation and question are counted. In the last layer only the
+    last token needs more than its keys and values, and only that is counted (and executed).
+    """
+    total = Flops()
+    for index, (shape, layer) in enumerate(zip(shapes, plan.layers, strict=True)):
+        last = index == len(shapes) - 1
+        layer = _behind(layer, prefix)
+        total += layer_flops(layer, layout, shape, prefill[index], decode[index], last=last)
+        total += Flops(relocation=RELOCATION_FLOPS * _relocated(layout, shape))
+    return total + _question_pass(plan, layout, shapes, prefix)
+
+
+def _behind(layer: LayerPlan, prefix: int) -> LayerPlan:
+    """The rows of a layer from position ``prefix`` on."""
+    if not len(layer.active) or int(layer.active[0]) >= prefix:
+        return layer
+    ffn = None if layer.ffn is None else layer.ffn[layer.ffn >= prefix]
+    return LayerPlan(layer.active[layer.active >= prefix], ffn, None, layer.ranked)
+
+
+def layer_flops(
+    layer: LayerPlan,
+    layout: Layout,
+    shape: LayerShape,
+    prefill: tuple[Reach, ...],
+    decode: tuple[Reach, ...],
+    *,
+    last: bool,
+) -> Flops:
+    """FLOPs of one layer of a plan."""
+    rows, cost = layer.active, shape.cost
+    done = rows[-1:] if last else rows
+    ffn = 1 if last else len(rows) if layer.ffn is None else len(layer.ffn)
+    context, later = done[done < layout.context_end], done[done >= layout.context_end]
+    pairs = _pairs(context, prefill) + _pairs(later, decode)
+    return Flops(
+        projection=len(done) * (cost.query + cost.output)
+        + (len(rows) + layer.ranked) * cost.key_value,
+        attention=pairs * shape.attention_pair_flops,
+        ffn=ffn * cost.ffn,
+    )
+
+
+def _pairs(rows: Int[Tensor, "row"], reaches: tuple[Reach, ...]) -> int:
+    if not len(rows):
+        return 0
+    counts = {reach: visible_pairs(rows, reach) for reach in set(reaches)}
+    return sum(counts[reach] for reach in reaches)
+
+
+def _relocated(layout: Layout, shape: LayerShape) -> int:
+    """Key elements of one layer that are rotated from stored state."""
+    return (layout.exact + len(layout.stored)) * shape.num_groups * shape.head_dim
+
+
+def _question_pass(
+    plan: Plan, layout: Layout, shapes: Sequence[LayerShape], prefix: int
+) -> Flops:
+    if not plan.probe_rows:
+        return Flops()
+    rows = question_rows(layout)
+    rows = rows[rows >= prefix]
+    layer = LayerPlan(rows)
+    scored = visible_pairs(probe_rows(layout), Reach())
+    total = Flops()
+    for index, shape in enumerate(shapes):
+        reaches = (Reach(horizon=shape.horizon),) * shape.num_groups
+        total += layer_flops(layer, layout, shape, reaches, reaches, last=False)
+        total += Flops(attention=scored * shape.num_groups * shape.attention_pair_flops // 2)
+        if index == len(shapes) - 1:  # the pass ends with the scores of the last layer
+            unused = len(rows) * shape.cost.output, len(rows) * shape.cost.ffn
+            total += Flops(projection=-unused[0], ffn=-unused[1])
+    return total
+
+
+def question_rows(layout: Layout) -> Int[Tensor, "row"]:
+    """Rows of the question pass: all without stored state, and the probe's copy where it has one."""
+    if layout.probe_follows_context:
+        return layout.fresh
+    return torch.cat([layout.fresh, probe_rows(layout)])
+
+
+def probe_rows(layout: Layout) -> Int[Tensor, "row"]:
+    start, stop = layout.probe
+    if layout.probe_follows_context:
+        return torch.arange(start, stop)
+    return torch.arange(layout.num_tokens, layout.num_tokens + stop - start)

@@ -1,0 +1,47 @@
+"""CacheBlend: the tokens whose K/V deviate most at a check layer."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Int
+from torch import Tensor
+
+from redknot.recovery.layout import Layout
+from redknot.recovery.policy import Policy, fraction
+from redknot.recovery.ranking import top_share
+from redknot.recovery.signals import Signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheBlend(Policy):
+    """Yao et al. 2024: all tokens up to the check layer, then the share that deviates most."""
+
+    share: float = 0.2
+    "Of the stored tokens."
+    check_layer: int = 1
+
+    name: ClassVar = "cacheblend"
+    adaptive: ClassVar = True
+
+    def check(self) -> None:
+        """Share in [0, 1], a layer from 1."""
+        fraction(self.share, "share")
+        if isinstance(self.check_layer, bool) or self.check_layer < 1:
+            raise ValueError(f"check_layer must be 1 or more, not {self.check_layer!r}")
+
+    def ranks_by_deviation(self, layer: int) -> bool:
+        """At the check layer."""
+        return layer == self.check_layer
+
+    def keep(
+        self,
+        layer: int,
+        num_layers: int,
+        active: Int[Tensor, "token"],
+        layout: Layout,
+        signals: Signals,
+    ) -> Int[Tensor, "kept"]:
+        """All, then those chosen at the check layer."""
+        if layer != self.check_layer:
+            return active
+        return top_share(signals.deviation(), active, self.share)

@@ -1,0 +1,44 @@
+"""Dense and prefix: everything computed, and everything after the longest exact prefix."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Int
+from torch import Tensor
+
+from redknot.recovery.layout import Layout
+from redknot.recovery.policy import Policy
+from redknot.recovery.signals import Signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Policy):
+    """The unmodified model."""
+
+    name: ClassVar = "dense"
+
+    def exact_limit(self, layout: Layout) -> int:
+        """None: nothing is taken over."""
+        return 0
+
+    def keep(
+        self,
+        layer: int,
+        num_layers: int,
+        active: Int[Tensor, "token"],
+        layout: Layout,
+        signals: Signals,
+    ) -> Int[Tensor, "kept"]:
+        """All tokens."""
+        return active
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix(Dense):
+    """Everything after the longest common prefix with an earlier prompt."""
+
+    name: ClassVar = "prefix"
+
+    def exact_limit(self, layout: Layout) -> int:
+        """All of it."""
+        return layout.num_tokens

@@ -1,0 +1,101 @@
+"""Policies that compute every token and save by head class: duo and the paper's recipe."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from redknot.recovery.layout import Layout
+from redknot.recovery.policies.dense import Dense
+from redknot.recovery.policy import History, Windows, fraction
+from redknot.recovery.ranking import top_count, top_share
+from redknot.recovery.signals import Signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duo(Dense):
+    """All tokens, each head under the head map (DuoAttention, Xiao et al. 2024; StreamingLLM)."""
+
+    windows: Windows = Windows.ALL
+
+    name: ClassVar = "duo"
+    needs_head_map: ClassVar = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedKnot(Dense):
+    """The paper's recipe: local heads keep reused K/V, deep FFNs run on important tokens only."""
+
+    dense_until: int = 5
+    "Layers, from the first, whose FFN runs on all tokens."
+    mass: float = 0.6
+    "Deep FFNs run on the fewest tokens that carry this share of the importance; 0 uses `share`."
+    share: float = 0.2
+    "Of the rows, where `mass` is 0."
+    recent: int = 128
+    "Last context rows that always run the FFN."
+    signal: Literal["output", "question"] = "output"
+    "Importance: norm of the attention output, or attention from the probe."
+    publish_all: bool = False
+    "Fresh K/V in local heads too."
+    guard: bool = False
+    "A token that skipped an FFN publishes nothing from then on."
+    windows: Windows = Windows.CONTEXT
+
+    name: ClassVar = "redknot"
+    adaptive: ClassVar = True
+    needs_head_map: ClassVar = True
+
+    @property
+    def uses_probe(self) -> bool:  # type: ignore[override]
+        """Only with the question signal."""
+        return self.signal == "question"
+
+    def check(self) -> None:
+        """Shares in [0, 1], counts from 0, a known signal."""
+        fraction(self.mass, "mass")
+        fraction(self.share, "share")
+        if self.signal not in ("output", "question"):
+            raise ValueError(f"signal must be output or question, not {self.signal!r}")
+        if self.dense_until < 0 or self.recent < 0:
+            raise ValueError("dense_until and recent must be 0 or more")
+
+    def feed(
+        self, layer: int, num_layers: int, rows: Int[Tensor, "row"], layout: Layout, signals: Signals
+    ) -> Int[Tensor, "some"] | None:
+        """Context rows that carry the importance, the recent ones and all that is not stored."""
+        if layer < self.dense_until:
+            return None
+        among = layout.reusable[rows].nonzero().flatten()
+        if self.signal == "question":
+            importance = signals.probe_mass()[layer:].sum((0, 1))[rows]
+        else:
+            importance = signals.output_norm()
+        chosen = _carrying(importance, among, self.mass) if self.mass else None
+        if chosen is None:
+            chosen = top_share(importance, among, self.share)
+        keep = ~layout.reusable[rows]
+        keep[chosen] = True
+        keep[among[len(among) - min(self.recent, len(among)) :]] = True
+        return rows[keep]
+
+    def publish(
+        self, layer: int, rows: Int[Tensor, "row"], layout: Layout, history: History
+    ) -> Bool[Tensor, "group row"] | None:
+        """Global heads, and every head for tokens without stored state."""
+        stored = layout.reusable[rows]
+        allowed = history.global_groups[:, None] | torch.tensor(self.publish_all)
+        if self.guard:
+            allowed = allowed & ~history.skipped[rows]
+        return allowed | ~stored
+
+
+def _carrying(
+    importance: Tensor, among: Int[Tensor, "some"], mass: float
+) -> Int[Tensor, "carrying"]:
+    """The fewest rows ``among`` whose importance adds up to ``mass`` of the whole."""
+    ordered = importance[among].clamp(min=0).sort(descending=True).values
+    reached = ordered.cumsum(0) / ordered.sum().clamp(min=1e-30)
+    return top_count(importance, among, int((reached < mass).sum()) + 1)

@@ -1,0 +1,108 @@
+"""Policies that rank tokens by the attention they get from the question."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Int
+from torch import Tensor
+
+from redknot.recovery.layout import Layout
+from redknot.recovery.policy import Policy, Windows, fraction
+from redknot.recovery.ranking import top_count, top_share
+from redknot.recovery.signals import Signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Policy):
+    """One set for all layers: the share that the probe attends to most (as ProphetKV)."""
+
+    share: float = 0.2
+    "Of the stored tokens."
+
+    name: ClassVar = "question"
+    uses_probe: ClassVar = True
+
+    def check(self) -> None:
+        """Share in [0, 1]."""
+        fraction(self.share, "share")
+
+    def keep(
+        self,
+        layer: int,
+        num_layers: int,
+        active: Int[Tensor, "token"],
+        layout: Layout,
+        signals: Signals,
+    ) -> Int[Tensor, "kept"]:
+        """By attention summed over all layers."""
+        if layer:
+            return active
+        return top_share(signals.probe_mass().sum((0, 1)), active, self.share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionDrop(Policy):
+    """A shrinking set: ``first`` of the stored tokens, from depth ``until`` on only ``then``.
+
+    Layer l ranks by the attention in layers >= l, since that is where its state will be read. A
+    token that leaves keeps its reused K/V from there on.
+    """
+
+    first: float = 0.4
+    then: float = 0.2
+    until: float = 1 / 3
+    "Share of the depth."
+    windows: Windows = Windows.CONTEXT
+
+    rank: str = "all"
+    name: ClassVar = "question_drop"
+    uses_probe: ClassVar = True
+
+    def _rank(self, layer, signals):
+        m = signals.probe_mass()[layer:]
+        if self.rank == "global":
+            m = m * signals.global_groups()[layer:, :, None]
+        elif self.rank.startswith("far"):
+            w = int(self.rank[3:])
+            far = m[..., 4:-w].sum(-1)
+            m = m * far[..., None]
+        elif self.rank.startswith("max"):
+            return m.amax((0,1))
+        elif self.rank.startswith("norm"):
+            m = m / m[..., 4:].sum(-1, keepdim=True)
+        return m.sum((0, 1))
+
+    def check(self) -> None:
+        """Shares in [0, 1], not growing."""
+        for name in ("first", "then", "until"):
+            fraction(getattr(self, name), name)
+        if self.then > self.first:
+            raise ValueError(f"then={self.then} is above first={self.first}: the set only shrinks")
+
+    def keep(
+        self,
+        layer: int,
+        num_layers: int,
+        active: Int[Tensor, "token"],
+        layout: Layout,
+        signals: Signals,
+    ) -> Int[Tensor, "kept"]:
+        """By attention in this and all later layers, at the first layer of each stage."""
+        switch = round(self.until * num_layers)
+        if layer not in (0, switch):
+            return active
+        share = self.first if layer < switch else self.then
+        return top_count(
+            self._rank(layer, signals), active, int(share * len(layout.stored))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDrop(QuestionDrop):
+    """All tokens in the first third of the depth, then the share that the probe attends to."""
+
+    first: float = 1.0
+    then: float = 0.3
+    windows: Windows = Windows.NONE
+
+    name: ClassVar = "layer_drop"

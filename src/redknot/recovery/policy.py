@@ -1,0 +1,121 @@
+"""What a policy is: a frozen dataclass of hyper-parameters and pure methods from signals to rows."""
+
+import dataclasses
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from redknot.recovery.layout import Layout
+from redknot.recovery.signals import Signals
+
+
+class Windows(StrEnum):
+    """Which rows obey the head map."""
+
+    NONE = "none"
+    CONTEXT = "context"  # rows up to the end of the last segment
+    DECODE = "decode"  # the question's rows and generated tokens
+    ALL = "all"
+
+    @property
+    def on_context(self) -> bool:
+        """Whether context rows are windowed."""
+        return self in (Windows.CONTEXT, Windows.ALL)
+
+    @property
+    def on_decode(self) -> bool:
+        """Whether the question and generated tokens are windowed."""
+        return self in (Windows.DECODE, Windows.ALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Base of all policies; subclass it to add one, in or outside this package.
+
+    The executor calls `keep` before each layer and `feed` and `publish` where they are overridden.
+    Tokens without stored state and the last token are always active; a token that has left stays
+    out. Fields are the hyper-parameters; `name` is what the command line calls the policy.
+    """
+
+    windows: Windows = Windows.NONE
+
+    name: ClassVar[str] = ""
+    uses_probe: ClassVar[bool] = False
+    "Whether a question pass ranks the tokens first."
+    adaptive: ClassVar[bool] = False
+    "Whether rows depend on what earlier layers of the same pass gave."
+    needs_head_map: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", Windows(self.windows))
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError for hyper-parameters out of range."""
+
+    def exact_limit(self, layout: Layout) -> int:
+        """How many tokens of an exact prefix this policy takes over; by default all there are."""
+        return layout.num_tokens
+
+    def keep(
+        self,
+        layer: int,
+        num_layers: int,
+        active: Int[Tensor, "token"],
+        layout: Layout,
+        signals: Signals,
+    ) -> Int[Tensor, "kept"]:
+        """Which of the stored tokens that are still ``active`` flow through ``layer``.
+
+        At layer 0 all stored tokens are active. Returns sorted positions, a subset of ``active``;
+        ``active`` itself means no change.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.keep")
+
+    def ranks_by_deviation(self, layer: int) -> bool:
+        """Whether `keep` asks for the deviation at ``layer`` (its projections are counted)."""
+        return False
+
+    def feed(
+        self, layer: int, num_layers: int, rows: Int[Tensor, "row"], layout: Layout, signals: Signals
+    ) -> Int[Tensor, "some"] | None:
+        """Active rows that run the FFN of ``layer``; None is all."""
+        return None
+
+    def publish(
+        self, layer: int, rows: Int[Tensor, "row"], layout: Layout, history: "History"
+    ) -> Bool[Tensor, "group row"] | None:
+        """Which rows replace the reused K/V of each group; None is all."""
+        return None
+
+    def describe(self) -> str:
+        """Name and the hyper-parameters that differ from their defaults, as the parser reads them."""
+        parts = [self.name or type(self).__name__]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={_show(value)}")
+        return ":".join(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """What has happened to the rows so far in this pass."""
+
+    skipped: Bool[Tensor, "token"]
+    "Tokens that have missed some FFN."
+    global_groups: Bool[Tensor, "group"]
+    "Groups of this layer that the head map lets see everything."
+
+
+def fraction(value: float, name: str) -> None:
+    """Raise ValueError unless ``value`` lies between 0 and 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be between 0 and 1, not {value!r}")
+
+
+def _show(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,94 @@
+"""What of a prompt is already known: from spans and a store to a layout."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from redknot.recovery import Layout
+from redknot.segments.identity import Namespace
+from redknot.segments.prompt import Prompt, Span
+from redknot.segments.state import SegmentState
+from redknot.segments.store import ExactPrefixes, SegmentStore
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one span, and why."""
+
+    span: Span
+    status: Literal["exact", "stored", "new"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookup:
+    """Everything known of a prompt before it is run."""
+
+    layout: Layout
+    hits: tuple[tuple[Span, SegmentState], ...]
+    exact: SegmentState | None
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def missing(self) -> tuple[Span, ...]:
+        """Spans without state."""
+        return tuple(outcome.span for outcome in self.outcomes if outcome.status == "new")
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What state of this model looks like; anything else is a miss."""
+
+    layers: int
+    groups: int
+    dim: int
+    dtype: torch.dtype
+
+
+def look_up(
+    prompt: Prompt,
+    namespace: Namespace,
+    store: SegmentStore,
+    prefixes: ExactPrefixes,
+    shape: StateShape,
+) -> Lookup:
+    """Find the state of every span. A doubt about stored state is a miss."""
+    anchored = tuple(prompt.token_ids[: len(namespace.anchor)].tolist()) == namespace.anchor
+    exact, shared = prefixes.longest(prompt.token_ids)
+    shared = min(shared, len(prompt) - 1)  # the last row gives the first new token
+    hits, outcomes = [], []
+    for span in prompt.spans:
+        if span.stop <= shared:
+            outcomes.append(Outcome(span, "exact"))
+            continue
+        if not anchored:
+            reason = "the prompt does not start with the anchor"
+            outcomes.append(Outcome(span, "new", reason))
+            continue
+        state, reason = _find(prompt, span, namespace, store, shape)
+        if state is not None:
+            hits.append((span, state))
+        outcomes.append(Outcome(span, "new" if state is None else "stored", reason))
+    layout = Layout(
+        num_tokens=len(prompt),
+        exact=shared,
+        segments=tuple((span.start, span.stop) for span, _ in hits),
+        context_end=max((span.stop for span in prompt.spans), default=0),
+        probe=prompt.probe,
+    )
+    return Lookup(layout, tuple(hits), exact, tuple(outcomes))
+
+
+def _find(
+    prompt: Prompt, span: Span, namespace: Namespace, store: SegmentStore, shape: StateShape
+) -> tuple[SegmentState | None, str]:
+    token_ids = prompt.token_ids[span.start : span.stop]
+    state = store.get(namespace.key("segment", token_ids))
+    if state is None:
+        return None, "not stored"
+    if not torch.equal(state.token_ids, token_ids):
+        return None, "the stored tokens are others"
+    if not state.fits((shape.layers, shape.groups, shape.dim), shape.dtype):
+        return None, "the stored state is not whole"
+    return state, ""

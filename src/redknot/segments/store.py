@@ -1,0 +1,149 @@
+"""Where segment state is kept: the interface of all tiers, and the tier in memory."""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from redknot.segments.state import SegmentState
+
+
+class SegmentStore(Protocol):
+    """A tier. State becomes findable when `put` returns, whole or not at all; `get` never raises
+    for damaged state but answers None."""
+
+    def get(self, key: bytes) -> SegmentState | None:
+        """State under ``key`` if it is there and undamaged. Counts as a use."""
+
+    def put(self, key: bytes, state: SegmentState) -> bool:
+        """Keep ``state``; False if it cannot fit. The first state under a key stays."""
+
+    def delete(self, key: bytes) -> bool:
+        """Forget ``key``; whether it was there."""
+
+    def keys(self) -> list[bytes]:
+        """Keys of all findable state, the least recently used first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """Counters of a store."""
+
+    num_entries: int
+    num_bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    damaged: int
+
+
+class MemoryStore:
+    """State in this process, bounded in bytes, least recently used out first."""
+
+    def __init__(self, capacity_bytes: int = 4 << 30, *, verify: bool = True) -> None:
+        """``verify`` compares a checksum at each hit, at memory speed."""
+        if capacity_bytes < 0:
+            raise ValueError(f"capacity of {capacity_bytes} bytes")
+        self._capacity, self._verify = capacity_bytes, verify
+        self._entries: OrderedDict[bytes, tuple[SegmentState, int]] = OrderedDict()
+        self._bytes = self._hits = self._misses = self._evictions = self._damaged = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> SegmentState | None:
+        """State under ``key``; damaged state is dropped and is a miss."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and self._verify and entry[0].checksum() != entry[1]:
+                self._damaged += 1
+                self._remove(key)
+                entry = None
+            if entry is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: bytes, state: SegmentState) -> bool:
+        """Keep ``state`` and make room for it."""
+        size = state.num_bytes
+        checksum = state.checksum() if self._verify else 0
+        with self._lock:
+            if size > self._capacity:
+                return False
+            if key in self._entries:
+                return True
+            while self._bytes + size > self._capacity:
+                self._remove(next(iter(self._entries)))
+                self._evictions += 1
+            self._entries[key] = (state, checksum)
+            self._bytes += size
+            return True
+
+    def delete(self, key: bytes) -> bool:
+        """Forget ``key``."""
+        with self._lock:
+            found = key in self._entries
+            if found:
+                self._remove(key)
+            return found
+
+    def keys(self) -> list[bytes]:
+        """All keys, the least recently used first."""
+        with self._lock:
+            return list(self._entries)
+
+    def usage(self) -> StoreUsage:
+        """Counters since the store was made."""
+        with self._lock:
+            return StoreUsage(
+                len(self._entries),
+                self._bytes,
+                self._capacity,
+                self._hits,
+                self._misses,
+                self._evictions,
+                self._damaged,
+            )
+
+    def check(self) -> None:
+        """RuntimeError unless the counted bytes are those of the entries and within capacity."""
+        with self._lock:
+            counted = sum(state.num_bytes for state, _ in self._entries.values())
+            if counted != self._bytes or counted > self._capacity:
+                raise RuntimeError(f"store holds {counted} bytes, counted {self._bytes}")
+
+    def _remove(self, key: bytes) -> None:
+        state, _ = self._entries.pop(key)
+        self._bytes -= state.num_bytes
+
+
+class ExactPrefixes:
+    """State of prompt beginnings as dense computed it; finds the longest that a prompt shares."""
+
+    def __init__(self, capacity_bytes: int = 1 << 30) -> None:
+        self._capacity = capacity_bytes
+        self._entries: OrderedDict[bytes, SegmentState] = OrderedDict()
+
+    def put(self, key: bytes, state: SegmentState) -> None:
+        """Keep ``state``, which begins at position 0; older ones make room."""
+        if state.num_bytes > self._capacity:
+            return
+        self._entries[key] = state
+        self._entries.move_to_end(key)
+        while sum(entry.num_bytes for entry in self._entries.values()) > self._capacity:
+            self._entries.popitem(last=False)
+
+    def longest(self, token_ids: torch.Tensor) -> tuple[SegmentState | None, int]:
+        """The state that shares most first tokens with ``token_ids``, and how many."""
+        best, shared = None, 0
+        for state in self._entries.values():
+            length = min(len(state), len(token_ids))
+            differs = (state.token_ids[:length] != token_ids[:length]).nonzero()
+            common = int(differs[0]) if len(differs) else length
+            if common > shared:
+                best, shared = state, common
+        return best, shared
