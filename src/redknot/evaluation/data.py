@@ -97,6 +97,14 @@ def pad(row: Row, pool: Sequence[RowDocument], words: int, seed: str) -> Row:
     return msgspec.structs.replace(row, documents=tuple(documents))
 
 
+def trim(row: Row, words: int) -> Row:
+    """``row`` without its last documents, as long as it has more than ``words`` words."""
+    documents = list(row.documents)
+    while len(documents) > 1 and sum(_words(document) for document in documents) > words:
+        documents.pop()
+    return msgspec.structs.replace(row, documents=tuple(documents))
+
+
 def distractors(rows: Sequence[Row], words: tuple[int, int] = (30, 700)) -> list[RowDocument]:
     """Titled documents of middling length from all ``rows``, each once."""
     seen: dict[str, RowDocument] = {}

@@ -53,7 +53,11 @@ def reference(
 
 
 def fidelity(
-    executor: Executor, prefilled: Prefilled, ref: Reference, end_token_ids: frozenset[int], max_tokens: int
+    executor: Executor,
+    prefilled: Prefilled,
+    ref: Reference,
+    end_token_ids: frozenset[int],
+    max_tokens: int,
 ) -> Fidelity:
     """Compare one policy with dense; leaves ``prefilled`` as it was."""
     along = _along(executor, prefilled, ref.answer)

@@ -50,7 +50,7 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     n: int
     datasets: dict[str, int]
-    tokens: Quantiles
+    tokens: Quantiles | None
     "Of the prompts."
     settings: dict[str, str]
     environment: dict[str, str]
@@ -82,7 +82,11 @@ def as_table(report: EvalReport) -> Table:
         floor = report.floor
         table.add_section()
         table.add_row(
-            "floor", "", _show(floor.kl), _show(floor.agreement), _show(floor.gold_nll_change, sign=True)
+            "floor",
+            "",
+            _show(floor.kl),
+            _show(floor.agreement),
+            _show(floor.gold_nll_change, sign=True),
         )
     return table
 

@@ -2,20 +2,23 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from tqdm.auto import tqdm
 
 from redknot.errors import InputError
-from redknot.evaluation.data import Row, distractors, interleave, pad
+from redknot.evaluation.data import Row, distractors, interleave, pad, trim
 from redknot.evaluation.fidelity import Fidelity, Reference, fidelity, reference
 from redknot.execution import ExecutionSettings, Executor, Prefilled
+from redknot.execution.planner import Planner
 from redknot.execution.session import Session
 from redknot.heads import HeadMap, retained_share
 from redknot.recovery import Policy
 from redknot.recovery.policies import Dense
 from redknot.segments import Prompt
+
+TOKENS_PER_WORD = 1.45  # of English prose and the embedded model's tokenizer, titles included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +31,20 @@ class EvalSettings:
     max_tokens: int = 7000
     pad_tokens: tuple[int, ...] = ()
     "Rows get distractors of the other rows up to one of these lengths, by turns."
+    trim: bool = False
+    "Rows lose documents down to that length too (for timing; the answer may go with them)."
     max_answer_chars: int = 80
     "Rows with a longer first answer are left out: sentences are no short answers."
     answer_tokens: int = 16
     "Most tokens of an answer, gold or generated."
     fidelity: bool = True
+    "Measure distances from dense and answers."
     timing: bool = True
+    "Measure time to first token, of Transformers' own forward pass too."
+    stored: bool = True
+    "Whether all segments of a prompt are stored before it is measured; without, none is."
+    planned: bool = False
+    "Whether the planner may run dense instead of a policy."
     seed: str = "redknot"
 
 
@@ -95,7 +106,9 @@ def prepare(
             continue
         if settings.pad_tokens:
             tokens = settings.pad_tokens[index % len(settings.pad_tokens)]
-            row = pad(row, pool, int(tokens / 1.45), settings.seed)  # tokens of a word, measured
+            words = int(tokens / TOKENS_PER_WORD)
+            row = pad(row, pool, words, settings.seed)
+            row = trim(row, words) if settings.trim else row
         prompt = session.tokeniser.prompt(row.as_documents(), row.question)
         room = 2 * settings.answer_tokens
         limit = min(settings.max_tokens, session.model.adapter.context_length - room)
@@ -118,12 +131,15 @@ class _Measurement:
         self.policies = policies
         adapter = session.model.adapter
         # Another kernel path: masked blocks of an odd size instead of the fused causal call.
+        self.planner = Planner(session.executor)
         self.other_path = Executor(adapter, ExecutionSettings(row_block=208))
 
     def warm_up(self, prompt: Prompt) -> None:
         """Run everything once, so that no policy pays for the first use of anything."""
         self._build(prompt)
         self._transformers(prompt)
+        if self.settings.planned:
+            self.planner.rates  # noqa: B018 - calibrates
         for policy in self.policies:
             self._prefill(prompt, policy)
 
@@ -143,7 +159,10 @@ class _Measurement:
         return PromptResult(row, len(prompt), floor, spent, samples)
 
     def _build(self, prompt: Prompt) -> None:
-        """Known state: all segments and what stands before them."""
+        """Known state: all segments and what stands before them, or nothing."""
+        if not self.settings.stored:
+            self.session.forget()
+            return
         self.session.build_missing(prompt)
         first = prompt.spans[0].start if prompt.spans else 0
         if self.session.look_up(prompt).layout.exact < first:
@@ -151,7 +170,13 @@ class _Measurement:
 
     def _prefill(self, prompt: Prompt, policy: Policy) -> Prefilled:
         room = 2 * self.settings.answer_tokens
-        return self.session.prefill(prompt, policy, self.head_map, room=room)
+        start = time.perf_counter()
+        lookup = self.session.look_up(prompt)
+        if self.settings.planned:
+            policy = self.planner.decide(lookup.layout, policy, self.head_map).policy
+        seconds = {"plan": time.perf_counter() - start}
+        prefilled = self.session.prefill(prompt, policy, self.head_map, room=room, lookup=lookup)
+        return replace(prefilled, seconds=seconds | prefilled.seconds)
 
     def _reference(self, row: Row, dense: Prefilled) -> Reference:
         tokenizer = self.session.model.tokenizer

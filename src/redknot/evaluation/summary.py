@@ -50,10 +50,10 @@ def environment(device: torch.device) -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or "cpu",
         "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "transformers": version("transformers"),
         "python": platform.python_version(),
-        "redknot": "0",
+        "redknot": version("redknot"),
     }
 
 
@@ -84,7 +84,7 @@ def prompt_records(
     return records
 
 
-def _policy(name, samples, dense, golds, peers, decode) -> PolicyReport:  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _policy(name, samples, dense, golds, peers, decode) -> PolicyReport:  # type: ignore[no-untyped-def]
     report = PolicyReport(
         name=name,
         flops_share=float(np.mean([sample.flops_share for sample in samples])),
@@ -107,7 +107,8 @@ def _fidelity(samples, dense, golds, decode) -> dict[str, object]:  # type: igno
         "agreement": bootstrap([one.agreement for one in found]),
         "gold_nll_change": bootstrap([one.gold_nll_change for one in found]),
         "first_token": FirstToken(
-            float(np.mean([one.top1 for one in found])), float(np.mean([one.top10 for one in found]))
+            float(np.mean([one.top1 for one in found])),
+            float(np.mean([one.top10 for one in found])),
         ),
         "f1": bootstrap([f1(*pair) for pair in zip(answers, golds, strict=True)]),
         "exact_match": bootstrap(right),

@@ -14,21 +14,36 @@ from redknot.segments import SegmentState
 
 
 class StateRecorder:
-    """Copies un-rotated keys and values of consecutive prompt rows into segment state."""
+    """Copies un-rotated keys and values of consecutive rows into the state of ``token_ids``.
 
-    def __init__(self, adapter: Adapter, token_ids: Int[Tensor, "token"], start: int) -> None:
+    The first ``tokens`` of them come from ``known`` state and are not among the rows; ``skipped``
+    first rows of the pass belong to something else.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        token_ids: Int[Tensor, "token"],
+        *,
+        known: SegmentState | None = None,
+        tokens: int = 0,
+        skipped: int = 0,
+    ) -> None:
         shape = adapter.layers[0].shape
         like = torch.empty(0, dtype=adapter.dtype, device=adapter.device)
         self.state = SegmentState.empty(
             token_ids.clone(), len(adapter.layers), shape.num_groups, shape.head_dim, like
         )
-        self._start = start
+        self._known, self._skipped = tokens, skipped
+        if known is not None and tokens:
+            for name, plane in self.state.planes.items():
+                plane[:, :, :tokens] = known.planes[name][:, :, :tokens]
 
     def __call__(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take the rows from ``start`` on, as many as the state holds."""
-        stop = self._start + len(self.state)
-        self.state.planes["key"][layer] = key[:, self._start : stop]
-        self.state.planes["value"][layer] = value[:, self._start : stop]
+        """Take the rows that follow the known ones, as many as the state holds."""
+        rows = slice(self._skipped, self._skipped + len(self.state) - self._known)
+        self.state.planes["key"][layer, :, self._known :] = key[:, rows]
+        self.state.planes["value"][layer, :, self._known :] = value[:, rows]
 
 
 @torch.inference_mode()
@@ -38,10 +53,8 @@ def build_state(
     """State of ``token_ids`` behind ``anchor``; depends on nothing else."""
     ids = torch.cat([torch.tensor(anchor, dtype=torch.int64), token_ids])
     shapes = [layer.shape for layer in adapter.layers]
-    recorder = StateRecorder(adapter, token_ids, len(anchor))
-    trip = Trip(
-        PromptCache.allocate(adapter, len(ids)), Visibility.of(shapes, 0), record=recorder
-    )
+    recorder = StateRecorder(adapter, token_ids, skipped=len(anchor))
+    trip = Trip(PromptCache.allocate(adapter, len(ids)), Visibility.of(shapes, 0), record=recorder)
     placed = Placed.at(adapter, torch.arange(len(ids)))
     hidden = adapter.embed(ids.to(adapter.device))
     for index, layer in enumerate(adapter.layers):

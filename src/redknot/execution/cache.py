@@ -33,7 +33,7 @@ class PromptCache:
         return cls(keys, values)
 
     def place(self, adapter: Adapter, state: SegmentState, start: int, tokens: int) -> None:
-        """Relocate the first ``tokens`` of ``state`` to ``start``: one rotation, from the original."""
+        """Relocate the first ``tokens`` of ``state`` to ``start`` by one rotation."""
         stop = start + tokens
         cosine, sine = adapter.rotary.table(torch.arange(start, stop, device=adapter.device))
         key, value = (
@@ -42,6 +42,12 @@ class PromptCache:
         )
         self.keys[:, :, start:stop] = rotate(key, cosine, sine)
         self.values[:, :, start:stop] = value
+
+    def first(
+        self, tokens: int
+    ) -> tuple[Float[Tensor, "layer group tokens dim"], Float[Tensor, "layer group tokens dim"]]:
+        """Views of keys and values of the first ``tokens``."""
+        return self.keys[:, :, :tokens], self.values[:, :, :tokens]
 
     def write(
         self,

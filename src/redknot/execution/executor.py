@@ -1,6 +1,6 @@
 """One executor for every policy: relocate, probe, recover."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +11,7 @@ from redknot.execution.cache import PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.execution.probe import probe_mass
 from redknot.execution.recover import Recovery
+from redknot.execution.retained import RetainedCache
 from redknot.execution.stages import Stages
 from redknot.execution.visibility import Visibility, global_groups
 from redknot.heads import HeadMap
@@ -37,7 +38,7 @@ class Prefilled:
     """A prompt that is ready to decode."""
 
     token_ids: Int[Tensor, "token"]
-    cache: PromptCache
+    cache: PromptCache | RetainedCache
     sight: Visibility
     logits: Float[Tensor, "vocab"]
     "Of the first new token."
@@ -51,6 +52,20 @@ class Prefilled:
     "Exact state of the tokens before the first segment, where it was asked for and is exact."
 
     @property
+    def prompt_cache(self) -> PromptCache:
+        """All K/V of the prompt; ValueError once only what decoding sees is kept."""
+        if isinstance(self.cache, RetainedCache):
+            raise ValueError("only what decoding sees was kept")
+        return self.cache
+
+    def retain(self) -> "Prefilled":
+        """The same, holding only K/V that the question's phase may still see."""
+        windows = {reach.window or reach.horizon for layer in self.sight.decode for reach in layer}
+        if windows == {None} or isinstance(self.cache, RetainedCache):
+            return self
+        return replace(self, cache=RetainedCache(self.prompt_cache, self.sight))
+
+    @property
     def flops_share(self) -> float:
         """FLOPs over dense's for the same prompt; a common prefix is left out of both."""
         return self.flops.total / max(1, self.dense_flops.total)
@@ -60,7 +75,9 @@ class Executor:
     """Runs requests of one model, one at a time."""
 
     def __init__(
-        self, adapter: Adapter, settings: ExecutionSettings = ExecutionSettings()  # noqa: B008
+        self,
+        adapter: Adapter,
+        settings: ExecutionSettings = ExecutionSettings(),
     ) -> None:
         self.adapter, self.settings = adapter, settings
         self.shapes = [layer.shape for layer in adapter.layers]
@@ -83,23 +100,20 @@ class Executor:
         """
         if policy.needs_head_map and head_map is None:
             raise ValueError(f"policy {policy.name} needs a head map")
-        layout = lookup.layout.without_exact(policy.exact_limit(lookup.layout))
+        layout = policy.view(lookup.layout)
         sight = Visibility.of(self.shapes, layout.context_end, head_map, policy.windows)
         stages = Stages(self.adapter.device)
         with stages.stage("relocate"):
             cache = self._relocated(layout, lookup, room)
-        recorder = self._recorder(token_ids, layout, sight, keep_beginning)
+        recorder = self._recorder(token_ids, layout, lookup, sight, keep_beginning)
         mass = None
         if policy.uses_probe and len(layout.stored):
             with stages.stage("probe"):
-                whole = Visibility.of(self.shapes, 0)
-                mass = probe_mass(
-                    self.adapter, self._trip(cache, whole), token_ids, layout
-                )
+                mass = probe_mass(self.adapter, cache, token_ids, layout)
         with stages.stage("recover"):
             groups = global_groups(self.shapes, head_map)
             trip = self._trip(cache, sight, recorder)
-            recovery = Recovery(self.adapter, trip, token_ids, layout, policy, groups, mass)
+            recovery = Recovery(self.adapter, cache, trip, token_ids, layout, policy, groups, mass)
             logits = self.adapter.logits(self._in_chunks(recovery, layout, policy))[-1]
         cache.length = layout.num_tokens
         plan = recovery.plan()
@@ -136,13 +150,7 @@ class Executor:
 
     def dense_flops(self, layout: Layout) -> Flops:
         """What dense spends on the same prompt behind its common prefix."""
-        bare = Layout(
-            num_tokens=layout.num_tokens,
-            exact=0,
-            segments=(),
-            context_end=layout.context_end,
-            probe=layout.probe,
-        )
+        bare = layout.limited(exact=False, segments=False)
         whole = Visibility.of(self.shapes, 0)
         plan = simulate(Dense(), bare, len(self.shapes), global_groups(self.shapes, None))
         return plan_flops(
@@ -150,7 +158,10 @@ class Executor:
         )
 
     def _trip(
-        self, cache: PromptCache, sight: Visibility, record: StateRecorder | None = None
+        self,
+        cache: PromptCache | RetainedCache,
+        sight: Visibility,
+        record: StateRecorder | None = None,
     ) -> Trip:
         return Trip(cache, sight, self.settings.row_block, record)
 
@@ -158,28 +169,29 @@ class Executor:
         """A cache with all known state in place."""
         capacity = layout.num_tokens + max(room, MAX_PROBE_TOKENS)
         cache = PromptCache.allocate(self.adapter, capacity)
-        for span, state in lookup.hits:
+        for span, state in lookup.hits if layout.segments else ():
             cache.place(self.adapter, state, span.start, len(span))
         if lookup.exact is not None and layout.exact:
             cache.place(self.adapter, lookup.exact, 0, layout.exact)
         return cache
 
     def _recorder(
-        self, token_ids: Tensor, layout: Layout, sight: Visibility, tokens: int
+        self,
+        token_ids: Tensor,
+        layout: Layout,
+        lookup: Lookup,
+        sight: Visibility,
+        tokens: int,
     ) -> StateRecorder | None:
-        """A recorder of the first ``tokens``, if this pass computes them and they see everything."""
-        limits = [
-            limit
-            for layer in sight.prefill
-            for reach in layer
-            for limit in (reach.window,)
-            if limit is not None
-        ]
-        unseen = bool(limits) and tokens > min(limits)
+        """A recorder of the first ``tokens``, if this pass computes them as dense would."""
+        windows = [reach.window for layer in sight.prefill for reach in layer if reach.window]
+        unseen = bool(windows) and tokens > min(windows)
         chunked = self.settings.chunk_tokens is not None
-        if tokens <= 0 or layout.exact or unseen or chunked or bool(layout.reusable[:tokens].any()):
+        if tokens <= layout.exact or unseen or chunked or bool(layout.reusable[:tokens].any()):
             return None
-        return StateRecorder(self.adapter, token_ids[:tokens], 0)
+        return StateRecorder(
+            self.adapter, token_ids[:tokens], known=lookup.exact, tokens=layout.exact
+        )
 
     def _in_chunks(
         self, recovery: Recovery, layout: Layout, policy: Policy

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from redknot.execution.cache import PromptCache
+from redknot.execution.retained import RetainedCache
 from redknot.execution.visibility import Visibility
 from redknot.kernels.attend import Rows
 from redknot.kernels.relocate import rotate
@@ -14,8 +15,6 @@ from redknot.models import Adapter, Layer
 
 Recorder = Callable[[int, Tensor, Tensor], None]
 "Takes (layer, un-rotated keys, values) of the rows."
-Feeder = Callable[[Float[Tensor, "row query_head*dim"]], Int[Tensor, "some"] | None]
-"From attention outputs to the indices of the rows that run the FFN; None is all."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +45,7 @@ class Placed:
 class Trip:
     """What is the same for all layers of one pass."""
 
-    cache: PromptCache
+    cache: PromptCache | RetainedCache
     sight: Visibility
     row_block: int | None = None
     record: Recorder | None = None
@@ -89,11 +88,10 @@ def finish(
     layer: Layer,
     hidden: Float[Tensor, "row hidden"],
     attended: Float[Tensor, "row query_head*dim"],
-    feed: Feeder | None = None,
+    fed: Int[Tensor, "some"] | None = None,
 ) -> Float[Tensor, "row hidden"]:
-    """Output projection and FFN; rows that ``feed`` leaves out skip the FFN."""
+    """Output projection and FFN; only the rows with index ``fed`` run the FFN, None is all."""
     hidden = hidden + layer.attention_output(attended)
-    fed = None if feed is None else feed(attended)
     if fed is None:
         return hidden + layer.ffn(hidden)
     hidden[fed] += layer.ffn(hidden[fed])

@@ -4,7 +4,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from redknot.execution.cache import PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.execution.visibility import Visibility
 from redknot.kernels.score import column_mass
 from redknot.models import Adapter
 from redknot.recovery.flops import question_rows
@@ -12,7 +14,7 @@ from redknot.recovery.layout import Layout
 
 
 def probe_mass(
-    adapter: Adapter, trip: Trip, token_ids: Int[Tensor, "token"], layout: Layout
+    adapter: Adapter, cache: PromptCache, token_ids: Int[Tensor, "token"], layout: Layout
 ) -> Float[Tensor, "layer group token"]:
     """Run all tokens without stored state over the relocated cache and score the probe's rows.
 
@@ -20,6 +22,8 @@ def probe_mass(
     before it reads them. A copy of the probe, where it needs one, stands behind the prompt, so the
     cache must have room for it.
     """
+    shapes = [layer.shape for layer in adapter.layers]
+    trip = Trip(cache, Visibility.of(shapes, 0))
     positions = question_rows(layout)
     ids, start, stop = token_ids, *layout.probe
     if not layout.probe_follows_context:
@@ -32,7 +36,7 @@ def probe_mass(
     masses = []
     for index, layer in enumerate(adapter.layers):
         attended, query = attention(trip, index, layer, placed, hidden)
-        seen = trip.cache.keys[index, :, : probe.last + 1]
+        seen = cache.keys[index, :, : probe.last + 1]
         masses.append(column_mass(query[:, first:last], seen, probe, scale=layer.shape.scale))
         if index < len(adapter.layers) - 1:
             hidden = finish(layer, hidden, attended)

@@ -1,14 +1,16 @@
 """The recovery pass: rows flow as a policy says, and the executed plan is written down."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from redknot.execution.cache import PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.models import Adapter, Layer
-from redknot.recovery import Layout, LayerPlan, Plan, Policy
+from redknot.recovery import LayerPlan, Layout, Plan, Policy
 from redknot.recovery.flops import question_rows
 from redknot.recovery.policy import History
 from redknot.recovery.selection import select, with_fresh
@@ -50,6 +52,7 @@ class Recovery:
     def __init__(
         self,
         adapter: Adapter,
+        cache: PromptCache,
         trip: Trip,
         token_ids: Int[Tensor, "token"],
         layout: Layout,
@@ -57,7 +60,8 @@ class Recovery:
         global_groups: Tensor,
         mass: Float[Tensor, "layer group token"] | None,
     ) -> None:
-        self._adapter, self._trip, self._policy, self._layout = adapter, trip, policy, layout
+        self._adapter, self._policy, self._layout = adapter, policy, layout
+        self._cache, self._trip = cache, trip
         self._token_ids = token_ids.to(adapter.device)
         self._global_groups = global_groups
         self._signals = RequestSignals(mass, global_groups)
@@ -77,9 +81,7 @@ class Recovery:
         layers: list[LayerPlan] = []
         for index, layer in enumerate(self._adapter.layers):
             self._signals.ranked = 0
-            self._signals.measure_deviation = lambda i=index, x=layer, p=placed, h=hidden: (
-                self._deviation(i, x, p, h)
-            )
+            self._signals.measure_deviation = partial(self._deviation, index, layer, placed, hidden)
             kept = select(self._policy, index, num_layers, active, self._layout, self._signals)
             if kept is not active:
                 active, before = kept, placed
@@ -95,19 +97,15 @@ class Recovery:
             attended, _ = attention(
                 self._trip, index, layer, placed, hidden, publish=publish, tail=1 if last else None
             )
-            fed: list[Tensor | None] = [None]
+            fed = None
             if last:
                 hidden = finish(layer, hidden[-1:], attended)
             else:
-                hidden = finish(
-                    layer,
-                    hidden,
-                    attended,
-                    lambda out, i=index, r=rows, f=fed: self._feed(i, r, out, f),
-                )
-            if fed[0] is not None:
-                skipped[rows[~torch.isin(rows, fed[0])]] = True
-            layers.append(LayerPlan(rows, fed[0], publish, self._signals.ranked))
+                fed = self._feed(index, rows, attended)
+                hidden = finish(layer, hidden, attended, _indices(rows, fed, hidden))
+            if fed is not None:
+                skipped[rows[~torch.isin(rows, fed)]] = True
+            layers.append(LayerPlan(rows, fed, publish, self._signals.ranked))
         self._chunks.append(layers)
         return hidden
 
@@ -122,15 +120,12 @@ class Recovery:
         return Placed.at(self._adapter, rows[(rows >= start) & (rows < stop)])
 
     def _feed(
-        self, index: int, rows: Tensor, attended: Tensor, fed: list[Tensor | None]
+        self, index: int, rows: Int[Tensor, "row"], attended: Float[Tensor, "row query_head*dim"]
     ) -> Int[Tensor, "some"] | None:
-        """Indices of the rows that run the FFN, noting their positions in ``fed``."""
+        """Positions of the rows that run the FFN; None is all."""
         self._signals.measure_output = lambda: attended.float().norm(dim=-1).cpu()
         num_layers = len(self._adapter.layers)
-        fed[0] = self._policy.feed(index, num_layers, rows, self._layout, self._signals)
-        if fed[0] is None:
-            return None
-        return torch.searchsorted(rows, fed[0]).to(attended.device)
+        return self._policy.feed(index, num_layers, rows, self._layout, self._signals)
 
     def _deviation(
         self, index: int, layer: Layer, placed: Placed, hidden: Float[Tensor, "row hidden"]
@@ -139,7 +134,7 @@ class Recovery:
         self._signals.ranked = len(placed.rows)
         normed = layer.attention_input(hidden)
         fresh = placed.rotate(layer.keys(normed)), layer.values(normed)
-        cache = self._trip.cache
+        cache = self._cache
         distance = sum(
             (new.float() - plane[index][:, placed.rows.device].float()).square().sum((0, 2))
             for new, plane in zip(fresh, (cache.keys, cache.values), strict=True)
@@ -160,6 +155,13 @@ def _join(parts: tuple[LayerPlan, ...]) -> LayerPlan:
         torch.cat(ffn) if ffn else None,
         torch.cat(publish, 1) if publish else None,
     )
+
+
+def _indices(
+    rows: Int[Tensor, "row"], fed: Int[Tensor, "some"] | None, hidden: Tensor
+) -> Int[Tensor, "some"] | None:
+    """Where the ``fed`` positions stand among ``rows``, on the device of ``hidden``."""
+    return None if fed is None else torch.searchsorted(rows, fed).to(hidden.device)
 
 
 def _unset() -> Tensor:

@@ -79,6 +79,12 @@ class Session:
             self.build(prompt.token_ids[span.start : span.stop])
         return len(missing)
 
+    def forget(self) -> None:
+        """Empty the store and the known beginnings."""
+        for key in self.store.keys():  # noqa: SIM118 - a store is no dict
+            self.store.delete(key)
+        self.prefixes = ExactPrefixes()
+
     def prefill(
         self,
         prompt: Prompt,

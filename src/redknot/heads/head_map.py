@@ -18,7 +18,7 @@ from redknot.models import Adapter, LayerShape
 
 __all__ = ["HeadClass", "HeadMap", "HeadRule", "Phase"]
 
-FORMAT, VERSION = "redknot-head-map", 1
+VERSION = 1
 
 
 class Phase(StrEnum):
@@ -44,7 +44,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class HeadMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every group may see. Build with `from_scores` or read with `load`."""
 
-    format: Literal["redknot-head-map"] = FORMAT
+    format: Literal["redknot-head-map"] = "redknot-head-map"
     version: int = VERSION
     model: str = ""
     weights: str | None = None
@@ -76,7 +76,7 @@ class HeadMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def load(cls, path: str | Path) -> "HeadMap":
-        """Read a map of ours or of the public reference's layout; `InputError` says what is wrong."""
+        """Read a map of ours or in the public reference's layout; `InputError` if broken."""
         try:
             content = Path(path).read_bytes()
         except OSError as error:
@@ -92,7 +92,9 @@ class HeadMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         except (msgspec.DecodeError, ValueError) as error:
             raise InputError(f"{path}: not a head map: {error}") from error
         if head_map.checksum is not None and head_map.checksum != head_map.digest():
-            raise InputError(f"{path}: checksum differs; remove it if the map was edited on purpose")
+            raise InputError(
+                f"{path}: checksum differs; remove it if the map was edited on purpose"
+            )
         return head_map
 
     def save(self, path: str | Path) -> None:
@@ -152,9 +154,7 @@ def _rules(scores: Float[Tensor, "layer group"], share: float, local: HeadRule) 
     chosen = set(order[: round(share * scores.numel())].tolist())
     groups = scores.shape[1]
     return tuple(
-        tuple(
-            HeadRule() if layer * groups + group in chosen else local for group in range(groups)
-        )
+        tuple(HeadRule() if layer * groups + group in chosen else local for group in range(groups))
         for layer in range(scores.shape[0])
     )
 

@@ -24,8 +24,8 @@ def read_reference_layout(raw: dict[str, Any]) -> LayerRules:
     ragged arrays, unknown classes and local heads without a distance raise ValueError.
     """
     classes = raw["kv_head_classification"]
-    distances = raw.get("kv_head_max_distance")
-    sinks = raw.get("kv_head_sink_size")
+    distances: Any = raw.get("kv_head_max_distance")
+    sinks: Any = raw.get("kv_head_sink_size")
     for name, rows in (("kv_head_max_distance", distances), ("kv_head_sink_size", sinks)):
         if rows is None or [len(row) for row in rows] != [len(row) for row in classes]:
             raise ValueError(f"{name} is missing or has another shape than kv_head_classification")

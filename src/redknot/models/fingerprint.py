@@ -27,5 +27,5 @@ def _digest(tensor: Tensor, rounded: bool) -> str:
         tensor = tensor.to(torch.bfloat16)
     flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    digest.update(memoryview(flat.numpy()))
+    digest.update(flat.numpy().data)
     return digest.hexdigest()

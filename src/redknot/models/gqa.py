@@ -1,14 +1,14 @@
 """Adapter of grouped-query attention: Llama, Mistral, Qwen2, Qwen3 and their like."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from redknot.errors import InputError
-from redknot.models.adapter import LayerCost, LayerShape, StateKind
+from redknot.models.adapter import Layer, LayerCost, LayerShape, StateKind
 from redknot.models.rotary import Rotary
 
 # Settings that change attention and that this adapter does not apply.
@@ -52,7 +52,7 @@ class GqaLayer:
         return self._mlp(self._ffn_norm(hidden))
 
     def _heads(self, projected: Tensor, norm: str) -> Tensor:
-        heads = projected.unflatten(-1, (-1, self.shape.head_dim))
+        heads = projected.view(projected.shape[0], -1, self.shape.head_dim)
         if hasattr(self._attention, norm):
             heads = getattr(self._attention, norm)(heads)
         return heads.transpose(0, 1)
@@ -72,7 +72,7 @@ class Gqa:
         self.rotary = Rotary.of(self._model.model.rotary_emb, config)
         self.context_length = int(config.max_position_embeddings)
         self.device, self.dtype = model.device, model.dtype
-        self.layers = [
+        self.layers: Sequence[Layer] = [
             GqaLayer(module, _shape(module, config)) for module in self._model.model.layers
         ]
 

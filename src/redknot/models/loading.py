@@ -51,7 +51,7 @@ class LoadOptions:
     "Folder of differences to add to the weights."
 
 
-def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> LoadedModel:  # noqa: B008
+def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> LoadedModel:
     """Open ``model``; `InputError` where it is missing, broken or of no supported family."""
     source = _source(model)
     delta = None if options.delta is None else Delta.read(options.delta)
@@ -110,7 +110,9 @@ def _build(source: dict[str, Any], config: PretrainedConfig, options: LoadOption
 
 def _tokenizer(source: dict[str, Any], options: LoadOptions) -> PreTrainedTokenizerBase:
     folder = Path(source["pretrained_model_name_or_path"])
-    missing = not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+    missing = not any(
+        (folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")
+    )
     if options.load_format == "dummy" and "gguf_file" not in source and missing:
         return byte_tokenizer()
     tokenizer = AutoTokenizer.from_pretrained(**source)

@@ -2,10 +2,11 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from redknot.errors import InputError
@@ -24,7 +25,7 @@ class Rotary:
     magnitude: float
 
     @classmethod
-    def of(cls, module: nn.Module, config: PretrainedConfig) -> "Rotary":
+    def of(cls, module: Any, config: PretrainedConfig) -> "Rotary":
         """Frequencies as the model's own rotary ``module`` makes them from ``config``.
 
         The module is made anew, since casting a model to bfloat16 may cast its frequencies too.
@@ -37,7 +38,7 @@ class Rotary:
             )
         if "rope_theta" not in config.rope_parameters:
             raise InputError("the model's config has no rope_theta")
-        device = module.inv_freq.device  # type: ignore[union-attr]
+        device = module.inv_freq.device
         with torch.device("cpu"):
             fresh = type(module)(config)
         inv_freq = fresh.inv_freq.float().to(device)
@@ -52,5 +53,7 @@ class Rotary:
 
     def identity(self) -> str:
         """Digest of everything that shapes a rotated key."""
-        payload = f"{self.kind} {self.magnitude!r} ".encode() + self.inv_freq.cpu().numpy().tobytes()
+        payload = (
+            f"{self.kind} {self.magnitude!r} ".encode() + self.inv_freq.cpu().numpy().tobytes()
+        )
         return hashlib.sha256(payload).hexdigest()

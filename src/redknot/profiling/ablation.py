@@ -96,7 +96,7 @@ class _TailPass:
         attended = torch.cat(
             [
                 self._attend(index, layer, query[:, :, part], key[:, part], value[:, part])
-                for part in torch.arange(variants).split(VARIANTS_AT_ONCE)
+                for part in torch.split(torch.arange(variants), VARIANTS_AT_ONCE)
             ]
         )  # [variant, row, group, query, dim]
         self._observe(index, layer, query[:, :, 0], key[:, 0])
@@ -110,7 +110,7 @@ class _TailPass:
         stream = torch.cat([hidden, hidden[:1].repeat(layer.shape.num_groups, 1, 1)])
         return finish(layer, stream.flatten(0, 1), flat.flatten(0, 1)).view_as(stream)
 
-    def _attend(  # noqa: PLR0913
+    def _attend(
         self,
         index: int,
         layer: Layer,
@@ -123,11 +123,11 @@ class _TailPass:
         outputs = []
         for group in range(query.shape[0]):
             mass = self._probabilities(index, layer, group, query[group], key[group], windowed)
-            seen, own = mass.split([self._tokens, key.shape[2]], -1)
+            seen, own = mass[..., : self._tokens], mass[..., self._tokens :]
             outputs.append(seen @ self._values[index, group] + own @ value[group])
         return torch.stack(outputs).permute(2, 3, 0, 1, 4)
 
-    def _probabilities(  # noqa: PLR0913
+    def _probabilities(
         self,
         index: int,
         layer: Layer,
@@ -136,9 +136,7 @@ class _TailPass:
         key: Float[Tensor, "variant row dim"],
         windowed: bool = False,
     ) -> Float[Tensor, "query variant row token"]:
-        scores = torch.cat(
-            [query @ self._keys[index, group].T, query @ key.transpose(-1, -2)], -1
-        )
+        scores = torch.cat([query @ self._keys[index, group].T, query @ key.transpose(-1, -2)], -1)
         mask = self._windowed if windowed else self._seen
         scores = (scores.float() * layer.shape.scale).masked_fill_(~mask, float("-inf"))
         return scores.softmax(-1).to(query.dtype)
@@ -184,4 +182,3 @@ def _divergence(
             for one in hidden[1:]
         ]
     )
-

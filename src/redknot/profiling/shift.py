@@ -23,7 +23,7 @@ ROWS = 32  # last rows of each document that are compared
 def prefix_shift(
     adapter: Adapter, prompt: Prompt, anchor: tuple[int, ...]
 ) -> Float[Tensor, "layer group"]:
-    """1 - cosine of attention to the own document, in the prompt and alone; largest of the group."""
+    """1 - cosine of attention to the own document, in the prompt and alone; the group's largest."""
     inside = _attention_rows(adapter, prompt.token_ids, [(s.start, s.stop) for s in prompt.spans])
     total = torch.zeros(len(adapter.layers), adapter.layers[0].shape.num_groups)
     lead = torch.tensor(anchor, dtype=torch.int64)
@@ -50,7 +50,9 @@ def _attention_rows(
         for rows, (start, stop) in zip(found, spans, strict=True):
             first = max(start, stop - ROWS)
             seen = visible(torch.arange(first, stop), stop, Reach()).to(adapter.device)
-            picked = query[:, first:stop].view(shapes[index].num_groups, -1, stop - first, query.shape[-1])
+            picked = query[:, first:stop].view(
+                shapes[index].num_groups, -1, stop - first, query.shape[-1]
+            )
             scores = picked @ cache.keys[index, :, None, :stop].transpose(-1, -2)
             scores = scores.float() * layer.shape.scale
             mass = scores.masked_fill(~seen, float("-inf")).softmax(-1)[..., start:]

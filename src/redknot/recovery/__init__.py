@@ -8,8 +8,8 @@ from redknot.recovery.signals import Signals
 
 __all__ = [
     "Flops",
-    "Layout",
     "LayerPlan",
+    "Layout",
     "Plan",
     "Policy",
     "Signals",

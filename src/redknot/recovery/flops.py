@@ -107,9 +107,7 @@ def _relocated(layout: Layout, shape: LayerShape) -> int:
     return (layout.exact + len(layout.stored)) * shape.num_groups * shape.head_dim
 
 
-def _question_pass(
-    plan: Plan, layout: Layout, shapes: Sequence[LayerShape], prefix: int
-) -> Flops:
+def _question_pass(plan: Plan, layout: Layout, shapes: Sequence[LayerShape], prefix: int) -> Flops:
     if not plan.probe_rows:
         return Flops()
     rows = question_rows(layout)
@@ -128,7 +126,7 @@ def _question_pass(
 
 
 def question_rows(layout: Layout) -> Int[Tensor, "row"]:
-    """Rows of the question pass: all without stored state, and the probe's copy where it has one."""
+    """Rows of the question pass: all without stored state, and the probe's copy if it has one."""
     if layout.probe_follows_context:
         return layout.fresh
     return torch.cat([layout.fresh, probe_rows(layout)])

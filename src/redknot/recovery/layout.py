@@ -60,12 +60,12 @@ class Layout:
         """Whether the question pass itself runs the probe rows after all segments."""
         return self.probe[0] >= self.context_end
 
-    def without_exact(self, kept: int) -> "Layout":
-        """The same prompt with at most ``kept`` exact tokens."""
+    def limited(self, *, exact: bool, segments: bool) -> "Layout":
+        """The same prompt with less known of it."""
         return Layout(
             num_tokens=self.num_tokens,
-            exact=min(self.exact, kept),
-            segments=self.segments,
+            exact=self.exact if exact else 0,
+            segments=self.segments if segments else (),
             context_end=self.context_end,
             probe=self.probe,
         )

@@ -1,4 +1,4 @@
-"""What a policy is: a frozen dataclass of hyper-parameters and pure methods from signals to rows."""
+"""What a policy is: frozen hyper-parameters and pure methods from signals to rows."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -48,6 +48,10 @@ class Policy:
     adaptive: ClassVar[bool] = False
     "Whether rows depend on what earlier layers of the same pass gave."
     needs_head_map: ClassVar[bool] = False
+    takes_exact: ClassVar[bool] = True
+    "Whether tokens of a known exact prefix are taken over instead of computed."
+    takes_segments: ClassVar[bool] = True
+    "Whether stored segments are taken over; without, their tokens are as new."
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", Windows(self.windows))
@@ -56,9 +60,9 @@ class Policy:
     def check(self) -> None:
         """Raise ValueError for hyper-parameters out of range."""
 
-    def exact_limit(self, layout: Layout) -> int:
-        """How many tokens of an exact prefix this policy takes over; by default all there are."""
-        return layout.num_tokens
+    def view(self, layout: Layout) -> Layout:
+        """The part of what is known that this policy takes over."""
+        return layout.limited(exact=self.takes_exact, segments=self.takes_segments)
 
     def keep(
         self,
@@ -80,7 +84,12 @@ class Policy:
         return False
 
     def feed(
-        self, layer: int, num_layers: int, rows: Int[Tensor, "row"], layout: Layout, signals: Signals
+        self,
+        layer: int,
+        num_layers: int,
+        rows: Int[Tensor, "row"],
+        layout: Layout,
+        signals: Signals,
     ) -> Int[Tensor, "some"] | None:
         """Active rows that run the FFN of ``layer``; None is all."""
         return None
@@ -92,7 +101,7 @@ class Policy:
         return None
 
     def describe(self) -> str:
-        """Name and the hyper-parameters that differ from their defaults, as the parser reads them."""
+        """Name and the hyper-parameters that are not default, as the parser reads them."""
         parts = [self.name or type(self).__name__]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

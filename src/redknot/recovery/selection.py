@@ -22,6 +22,8 @@ def select(
     signals: Signals,
 ) -> Int[Tensor, "kept"]:
     """What ``policy`` keeps of the active stored tokens; ValueError if it brings some back."""
+    if not len(active):
+        return active
     kept = policy.keep(layer, num_layers, active, layout, signals)
     if kept is active:
         return active

@@ -28,7 +28,8 @@ class ChunkSizes:
 
 
 def chunk(
-    token_ids: Int[Tensor, "token"], sizes: ChunkSizes = ChunkSizes()  # noqa: B008
+    token_ids: Int[Tensor, "token"],
+    sizes: ChunkSizes = ChunkSizes(),
 ) -> list[tuple[int, int]]:
     """Cut ``token_ids`` into chunks; what follows the last border is no chunk.
 

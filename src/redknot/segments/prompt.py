@@ -34,7 +34,10 @@ class Prompt:
 
     @classmethod
     def of_ids(
-        cls, token_ids: list[int], spans: list[tuple[int, int]], probe: tuple[int, int] | None = None
+        cls,
+        token_ids: list[int],
+        spans: list[tuple[int, int]],
+        probe: tuple[int, int] | None = None,
     ) -> "Prompt":
         """A prompt whose spans the caller knows; the probe defaults to what follows them."""
         ids = torch.tensor(token_ids, dtype=torch.int64)

@@ -40,7 +40,11 @@ class SegmentState:
         """A sum over all bits of the planes: any single change alters it, at memory speed."""
         total = 0
         for plane in self.planes.values():
-            words = plane.contiguous().view(-1).view(torch.int32 if plane.element_size() == 4 else torch.int16)
+            words = (
+                plane.contiguous()
+                .view(-1)
+                .view(torch.int32 if plane.element_size() == 4 else torch.int16)
+            )
             total = (total * 31 + int(words.sum(dtype=torch.int64))) % (1 << 63)
         return total
 

@@ -1,4 +1,4 @@
-"""Attention in blocks of rows through PyTorch's fused kernel: no [rows, prompt] mask is built."""
+"""Attention in blocks of rows through PyTorch's fused kernels: no [rows, prompt] mask is built."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from redknot.kernels.attend.rows import Reach, Rows
 
-# Rows of one inner call for heads that see everything and for heads with a window. On a CPU a
-# small windowed block wastes fewer pairs (64 rows: 1.8x the visible pairs at 30 % gathered rows,
-# 256 rows: 4x); on a GPU launches cost more than pairs.
-ROW_BLOCKS = {"cpu": (256, 64), "cuda": (2048, 512)}
+# Rows of one inner call, for heads that see everything before them and for heads with a window. On a
+# CPU a small windowed block wastes fewer pairs (64 rows: 1.8x the visible ones at 30 % gathered rows,
+# 256 rows: 4x; 40 ms against 83 ms at 4,500 tokens); on a GPU launches cost more than pairs.
+ROW_BLOCKS = {"cpu": (128, 64), "cuda": (2048, 1024)}
 
 
 def attend(
@@ -28,16 +28,17 @@ def attend(
     """As `redknot.kernels.attend.attend`."""
     num_kv_heads, num_rows, dim = key.shape[0], query.shape[1], query.shape[2]
     grouped = query.view(num_kv_heads, -1, num_rows, dim)
-    if len(set(reaches)) == 1:
-        out = _same_reach(grouped, key, value, rows, reaches[0], scale, row_block)
-    else:
-        out = torch.empty_like(grouped)
-        for reach in dict.fromkeys(reaches):
-            heads = [head for head, other in enumerate(reaches) if other == reach]
-            out[heads] = _same_reach(
-                grouped[heads], key[heads], value[heads], rows, reach, scale, row_block
-            )
-    return out.permute(2, 0, 1, 3).reshape(num_rows, -1)
+    out = query.new_empty(num_rows, num_kv_heads, grouped.shape[1], dim)
+    for reach in dict.fromkeys(reaches):
+        heads = [head for head, other in enumerate(reaches) if other == reach]
+        few = len(heads) < num_kv_heads
+        part = (grouped[heads], key[heads], value[heads]) if few else (grouped, key, value)
+        found = _same_reach(*part, rows, reach, scale, row_block).permute(2, 0, 1, 3)
+        if few:
+            out[:, heads] = found
+        else:
+            out = found
+    return out.reshape(num_rows, -1)
 
 
 def _same_reach(
@@ -49,11 +50,10 @@ def _same_reach(
     scale: float,
     row_block: int | None,
 ) -> Float[Tensor, "kv_head group row dim"]:
-    spans = _key_spans(rows, reach)
-    if row_block is None and rows.first == 0 and rows.consecutive and spans == [(0, len(rows))]:
-        if not _hides(rows, reach):
-            return _causal(query, key[:, : len(rows)], value[:, : len(rows)], scale)
-    size = row_block or ROW_BLOCKS[key.device.type][len(spans) > 1 or _hides(rows, reach)]
+    whole = rows.first == 0 and rows.consecutive and not _hides(rows, reach)
+    if row_block is None and whole:
+        return _causal(query, key[:, : len(rows)], value[:, : len(rows)], scale)
+    size = row_block or ROW_BLOCKS[key.device.type][_hides(rows, reach)]
     if len(rows) <= size:
         return _block(query, key, value, rows, reach, scale)
     out = torch.empty_like(query)
@@ -86,6 +86,9 @@ def _block(
     scale: float,
 ) -> Float[Tensor, "kv_head group row dim"]:
     """Attend from one block of rows to the keys that any of them sees; the group is packed."""
+    packed = query.flatten(1, 2)
+    if not _hides(rows, reach):
+        return _seen_and_ragged(packed, key, value, rows, scale).view_as(query)
     spans = _key_spans(rows, reach)
     if len(spans) == 1:
         keys, values = (state[:, slice(*spans[0])] for state in (key, value))
@@ -93,13 +96,71 @@ def _block(
         keys, values = (
             torch.cat([state[:, slice(*span)] for span in spans], 1) for state in (key, value)
         )
-    mask = None
-    if len(rows) > 1 or _hides(rows, reach):
-        mask = _mask(rows, reach, spans, query.dtype).repeat(query.shape[1], 1)[None, None]
-    out = F.scaled_dot_product_attention(
-        query.flatten(1, 2)[None], keys[None], values[None], attn_mask=mask, scale=scale
+    position = torch.cat([torch.arange(*span, device=key.device) for span in spans])[None, :]
+    own = rows.device[:, None]
+    hidden = position > own
+    if reach.window is not None:
+        hidden |= (position >= reach.sink) & (position <= own - reach.window)
+    if reach.horizon is not None:
+        hidden |= position <= own - reach.horizon
+    return _masked(packed, keys, values, hidden, scale).view_as(query)
+
+
+def _seen_and_ragged(
+    packed: Float[Tensor, "kv_head row dim"],
+    key: Float[Tensor, "kv_head token dim"],
+    value: Float[Tensor, "kv_head token dim"],
+    rows: Rows,
+    scale: float,
+) -> Float[Tensor, "kv_head row dim"]:
+    """Rows that see every key before them: only keys from the first row on need a mask.
+
+    On a CPU the two parts are calls of their own, merged by log-sum-exp: a mask over all keys costs
+    as much time as the attention itself.
+    """
+    border, stop = rows.first, rows.last + 1
+    if len(rows) == 1:
+        return F.scaled_dot_product_attention(
+            packed[None], key[None, :, :stop], value[None, :, :stop], scale=scale
+        )[0]
+    ragged = torch.arange(border, stop, device=key.device)[None, :] > rows.device[:, None]
+    if border == 0 or key.device.type != "cpu":
+        hidden = F.pad(ragged, (border, 0))
+        return _masked(packed, key[:, :stop], value[:, :stop], hidden, scale)
+    bias = _bias(ragged, packed)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    seen, seen_lse = flash(
+        packed[None], key[None, :, :border], value[None, :, :border], scale=scale
     )
-    return out[0].view_as(query)
+    late, late_lse = flash(
+        packed[None],
+        key[None, :, border:stop],
+        value[None, :, border:stop],
+        attn_mask=bias,
+        scale=scale,
+    )
+    share = (late_lse - seen_lse).sigmoid()[..., None]
+    return torch.lerp(seen, late, share.to(seen.dtype))[0]
+
+
+def _masked(
+    packed: Float[Tensor, "kv_head row dim"],
+    key: Float[Tensor, "kv_head key dim"],
+    value: Float[Tensor, "kv_head key dim"],
+    hidden: Float[Tensor, "own key"],
+    scale: float,
+) -> Float[Tensor, "kv_head row dim"]:
+    return F.scaled_dot_product_attention(
+        packed[None], key[None], value[None], attn_mask=_bias(hidden, packed), scale=scale
+    )[0]
+
+
+def _bias(hidden: Tensor, packed: Tensor) -> Float[Tensor, "1 1 row key"]:
+    """Additive mask, repeated for the packed group; rows padded to 8 keys for fused GPU kernels."""
+    num_rows, num_keys = hidden.shape
+    bias = torch.zeros(num_rows, -(-num_keys // 8) * 8, dtype=packed.dtype, device=packed.device)
+    bias[:, :num_keys].masked_fill_(hidden, float("-inf"))
+    return bias.repeat(packed.shape[1] // num_rows, 1)[None, None, :, :num_keys]
 
 
 def _key_spans(rows: Rows, reach: Reach) -> list[tuple[int, int]]:
@@ -118,24 +179,3 @@ def _hides(rows: Rows, reach: Reach) -> bool:
     """Whether some row misses a key before it."""
     limits = [limit for limit in (reach.window, reach.horizon) if limit is not None]
     return bool(limits) and rows.last >= min(limits)
-
-
-def _mask(
-    rows: Rows, reach: Reach, spans: list[tuple[int, int]], dtype: torch.dtype
-) -> Float[Tensor, "row key"]:
-    """Additive mask of one block; rows padded to 8 keys, which fused GPU kernels ask for."""
-    device, p = rows.device.device, rows.device[:, None]
-    num_keys = sum(stop - start for start, stop in spans)
-    mask = torch.zeros(len(rows), -(-num_keys // 8) * 8, dtype=dtype, device=device)
-    if _hides(rows, reach):
-        j = torch.cat([torch.arange(*span, device=device) for span in spans])[None, :]
-        hidden = j > p
-        if reach.window is not None:
-            hidden |= (j >= reach.sink) & (j <= p - reach.window)
-        if reach.horizon is not None:
-            hidden |= j <= p - reach.horizon
-        mask[:, :num_keys].masked_fill_(hidden, float("-inf"))
-    else:  # only keys behind the first row can be hidden
-        later = torch.arange(rows.first + 1, rows.last + 1, device=device)[None, :]
-        mask[:, num_keys - later.shape[1] : num_keys].masked_fill_(later > p, float("-inf"))
-    return mask[:, :num_keys]

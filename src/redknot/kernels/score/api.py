@@ -20,9 +20,11 @@ def column_mass(
     """
     num_kv_heads, num_tokens = key.shape[:2]
     grouped = query.view(num_kv_heads, -1, *query.shape[1:])
-    later = torch.arange(num_tokens, device=key.device)[None, :] > rows.device[:, None]
+    border = min(rows.first + 1, num_tokens)  # keys up to here are seen by every row
+    later = torch.arange(border, num_tokens, device=key.device)[None, :] > rows.device[:, None]
     masses = []
     for q, k in zip(grouped, key, strict=True):
-        scores = (q @ k.T).float() * scale
-        masses.append(scores.masked_fill_(later, float("-inf")).softmax(-1).mean((0, 1)))
+        scores = ((q * scale) @ k.T).float()
+        scores[..., border:].masked_fill_(later, float("-inf"))
+        masses.append(scores.softmax(-1).flatten(0, 1).mean(0))
     return torch.stack(masses)

@@ -16,10 +16,8 @@ class Dense(Policy):
     """The unmodified model."""
 
     name: ClassVar = "dense"
-
-    def exact_limit(self, layout: Layout) -> int:
-        """None: nothing is taken over."""
-        return 0
+    takes_exact: ClassVar = False
+    takes_segments: ClassVar = False
 
     def keep(
         self,
@@ -38,7 +36,4 @@ class Prefix(Dense):
     """Everything after the longest common prefix with an earlier prompt."""
 
     name: ClassVar = "prefix"
-
-    def exact_limit(self, layout: Layout) -> int:
-        """All of it."""
-        return layout.num_tokens
+    takes_exact: ClassVar = True

@@ -45,6 +45,8 @@ class RedKnot(Dense):
     windows: Windows = Windows.CONTEXT
 
     name: ClassVar = "redknot"
+    takes_exact: ClassVar = True
+    takes_segments: ClassVar = True
     adaptive: ClassVar = True
     needs_head_map: ClassVar = True
 
@@ -63,7 +65,12 @@ class RedKnot(Dense):
             raise ValueError("dense_until and recent must be 0 or more")
 
     def feed(
-        self, layer: int, num_layers: int, rows: Int[Tensor, "row"], layout: Layout, signals: Signals
+        self,
+        layer: int,
+        num_layers: int,
+        rows: Int[Tensor, "row"],
+        layout: Layout,
+        signals: Signals,
     ) -> Int[Tensor, "some"] | None:
         """Context rows that carry the importance, the recent ones and all that is not stored."""
         if layer < self.dense_until:

@@ -67,7 +67,7 @@ class QuestionDrop(Policy):
             far = m[..., 4:-w].sum(-1)
             m = m * far[..., None]
         elif self.rank.startswith("max"):
-            return m.amax((0,1))
+            return m.amax((0, 1))
         elif self.rank.startswith("norm"):
             m = m / m[..., 4:].sum(-1, keepdim=True)
         return m.sum((0, 1))
@@ -92,9 +92,7 @@ class QuestionDrop(Policy):
         if layer not in (0, switch):
             return active
         share = self.first if layer < switch else self.then
-        return top_count(
-            self._rank(layer, signals), active, int(share * len(layout.stored))
-        )
+        return top_count(self._rank(layer, signals), active, int(share * len(layout.stored)))
 
 
 @dataclass(frozen=True, kw_only=True)

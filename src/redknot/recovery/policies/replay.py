@@ -35,7 +35,12 @@ class Replay(Policy):
         return active[torch.isin(active, self.plan.layers[layer].active)]
 
     def feed(
-        self, layer: int, num_layers: int, rows: Int[Tensor, "row"], layout: Layout, signals: Signals
+        self,
+        layer: int,
+        num_layers: int,
+        rows: Int[Tensor, "row"],
+        layout: Layout,
+        signals: Signals,
     ) -> Int[Tensor, "some"] | None:
         """The plan's FFN rows among ``rows``."""
         ffn = self.plan.layers[layer].ffn

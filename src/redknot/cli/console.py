@@ -1,0 +1,38 @@
+"""Printing for people and JSON files for programs."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from redknot.errors import InputError
+
+console = Console(width=None, soft_wrap=False, highlight=False)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write ``value`` to ``path`` whole or not at all; nothing without a path."""
+    if path is None:
+        return
+    encoded = msgspec.json.format(msgspec.json.encode(value, enc_hook=_plain), indent=2)
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(encoded)
+        part.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+
+
+def check_writable(*paths: Path | None) -> None:
+    """`InputError` if a result could not be written, before any long work is done."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"{path}: the folder does not exist")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"cannot write {type(value).__name__} as JSON")

@@ -1,0 +1,1 @@
+"""Documents and questions of the demo; written for this project."""

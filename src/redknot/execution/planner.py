@@ -1,0 +1,132 @@
+"""The planner: predicts what a plan and dense would take, and runs dense where a plan loses."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from redknot.execution.cache import PromptCache
+from redknot.execution.executor import Executor
+from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.execution.visibility import Visibility, global_groups
+from redknot.heads import HeadMap, visible_pairs
+from redknot.kernels.attend import Reach, Rows, attend
+from redknot.recovery import Layout, Policy, plan_flops
+from redknot.recovery.cost import Rates
+from redknot.recovery.flops import RELOCATION_FLOPS
+from redknot.recovery.policies import Dense
+from redknot.recovery.selection import simulate
+from redknot.segments import SegmentState
+
+WORTH = 0.95  # a plan must be predicted to take less than this share of dense's time
+ROWS, TOKENS = 512, 2048  # of the calibration
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which policy runs, and why."""
+
+    policy: Policy
+    reason: str
+    predicted: float | None = None
+    "Seconds of the asked policy; None where nothing had to be predicted."
+    predicted_dense: float | None = None
+
+
+class Planner:
+    """Decides for one executor; calibrates at the first decision that needs it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._rates: Rates | None = None
+
+    def decide(self, layout: Layout, policy: Policy, head_map: HeadMap | None) -> Decision:
+        """``policy``, or dense where nothing is stored or the plan is predicted to lose."""
+        if policy.takes_segments is False:
+            return Decision(policy, "asked for")
+        if policy.takes_segments and not layout.segments and not layout.exact:
+            return Decision(Dense(), "no segment of the prompt is stored")
+        asked = self._predict(policy.view(layout), policy, head_map)
+        dense = self._predict(Dense().view(layout), Dense(), None)
+        if asked > WORTH * dense:
+            reason = f"{policy.name} is predicted to take {asked:.3f} s, dense {dense:.3f} s"
+            return Decision(Dense(), reason, asked, dense)
+        return Decision(policy, "predicted to pay", asked, dense)
+
+    @property
+    def rates(self) -> Rates:
+        """What the calibration measured."""
+        if self._rates is None:
+            self._rates = calibrate(self._executor)
+        return self._rates
+
+    def _predict(self, layout: Layout, policy: Policy, head_map: HeadMap | None) -> float:
+        shapes = self._executor.shapes
+        groups = global_groups(shapes, head_map)
+        plan = simulate(policy, layout, len(shapes), groups)
+        sight = Visibility.of(shapes, layout.context_end, head_map, policy.windows)
+        return self.rates.seconds(
+            plan_flops(plan, layout, shapes, sight.prefill, sight.decode), plan
+        )
+
+
+@torch.inference_mode()
+def calibrate(executor: Executor) -> Rates:
+    """Measure the parts of one layer on random states (0.3 s for the embedded model on 2 cores)."""
+    adapter, shape = executor.adapter, executor.shapes[0]
+    layer, device = adapter.layers[0], adapter.device
+    hidden = adapter.embed(torch.zeros(ROWS, dtype=torch.int64, device=device))
+    hidden = torch.randn_like(hidden)
+    cache = PromptCache.allocate(adapter, TOKENS)
+    cache.keys.normal_(), cache.values.normal_()
+    query = cache.keys.new_empty(
+        shape.num_groups * shape.queries_per_group, TOKENS, shape.head_dim
+    ).normal_()
+    whole = Rows.at(torch.arange(TOKENS), device)
+    some = Rows.at(torch.arange(0, TOKENS, TOKENS // ROWS), device)
+    reaches = (Reach(),) * shape.num_groups
+
+    def attention_rate(rows: Rows) -> float:
+        flops = visible_pairs(rows.host, Reach()) * shape.num_groups * shape.attention_pair_flops
+        picked = query[:, rows.device]
+        spent = _time(
+            device,
+            lambda: attend(
+                picked, cache.keys[0], cache.values[0], rows, reaches, scale=shape.scale
+            ),
+        )
+        return flops / spent
+
+    state = SegmentState(
+        torch.zeros(ROWS, dtype=torch.int64),
+        {"key": cache.keys[:, :, :ROWS].clone(), "value": cache.values[:, :, :ROWS].clone()},
+    )
+    elements = ROWS * shape.num_groups * shape.head_dim * len(executor.shapes)
+    placing = _time(device, lambda: cache.place(adapter, state, 0, ROWS))
+    one = Placed.at(adapter, torch.tensor([TOKENS - 1]))
+    trip = Trip(cache, Visibility.of(executor.shapes, 0))
+
+    def one_row() -> None:
+        attended, _ = attention(trip, 0, layer, one, hidden[:1])
+        finish(layer, hidden[:1], attended)
+
+    return Rates(
+        matmul=ROWS * shape.cost.ffn / _time(device, lambda: layer.ffn(hidden)),
+        causal=attention_rate(whole),
+        gathered=attention_rate(some),
+        relocate=RELOCATION_FLOPS * elements / placing,
+        layer_overhead=_time(device, one_row),
+    )
+
+
+def _time(device: torch.device, run: Callable[[], object], repeats: int = 3) -> float:
+    """Least of a few timed calls, after one untimed."""
+    spent = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        spent.append(time.perf_counter() - start)
+    return min(spent[1:])
