@@ -57,15 +57,18 @@ class Case:
         """Rounding of the output, an average of values with weights exp(score).
 
         A score is a product sum of ``dim`` terms whose magnitudes add up to ``size``: its error
-        ``eps * dim * size / 2`` enters numerator and denominator. The sums over keys add
-        ``eps * keys / 2`` each, and the exponential, the shift by the maximum and the division a
-        few roundings.
+        ``eps * dim * size / 2`` enters numerator and denominator, as do the sums over keys with
+        ``eps * keys / 2`` and the exponential, the shift by the maximum and the division with a few
+        roundings. Half as much again comes in where two parts of the keys are merged: their shares
+        err as the denominators do, and shift the output by at most half of that times the values.
         """
         group = self.query.shape[0] // self.key.shape[0]
         keys = self.key.repeat_interleave(group, 0).abs()
         size = float((self.query.abs() @ keys.mT).max()) * self.scale
         dim, num_keys = self.query.shape[-1], self.key.shape[1]
-        return EPS * ((dim + 4) * max(1.0, size) + num_keys + 8) * float(self.value.abs().max())
+        return (
+            1.5 * EPS * ((dim + 4) * max(1.0, size) + num_keys + 8) * float(self.value.abs().max())
+        )
 
 
 def case(

@@ -91,6 +91,20 @@ def test_a_prompt_of_which_nothing_is_known_is_computed_whole(name: str) -> None
     assert torch.equal(done.logits, Session(MODEL).prefill(prompt, Dense()).logits)
 
 
+@pytest.mark.parametrize("name", [name for name, kind in POLICIES.items() if kind.takes_segments])
+@pytest.mark.parametrize("probe", [None, (0, 20)], ids=["nothing asks", "question first"])
+def test_the_last_token_flows_though_a_stored_segment_ends_with_it(
+    name: str, probe: tuple[int, int] | None
+) -> None:
+    session, ids = Session(MODEL), [256, *range(97, 157)]
+    prompt = Prompt.of_ids(ids, [(20, 40), (40, 61)], probe)
+    session.build_missing(prompt)
+    done = session.prefill(prompt, POLICIES[name](**OPTIONS.get(name, {})), HEAD_MAP)
+    assert len(done.layout.segments) == 2
+    assert all(int(layer.active[-1]) == 60 for layer in done.plan.layers)
+    assert bool(done.logits.isfinite().all())
+
+
 @pytest.mark.parametrize(
     "policy",
     [

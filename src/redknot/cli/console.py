@@ -1,5 +1,6 @@
 """Printing for people and JSON files for programs."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.console import Console
 
 from redknot.errors import InputError
 
-console = Console(width=None, soft_wrap=False, highlight=False)
+console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 

@@ -13,7 +13,7 @@ from redknot.errors import InputError
 from redknot.evaluation import EvalSettings, evaluate, load_rows
 from redknot.evaluation.pictures import pareto
 from redknot.evaluation.report import as_table
-from redknot.evaluation.summary import prompt_records, summarise
+from redknot.evaluation.summary import environment, summarise
 from redknot.models.loading import LoadOptions
 from redknot.recovery.policies import Dense, parse_policies
 
@@ -66,14 +66,13 @@ def eval_(
     missing = [policy.name for policy in chosen if policy.needs_head_map and chosen_map is None]
     if missing:
         raise InputError(f"policy {missing[0]} needs a head map (--head-map FILE)")
-    results = evaluate(session, table, chosen, chosen_map, settings)
-    names = [policy.describe() for policy in chosen]
+    records = evaluate(session, table, chosen, chosen_map, settings)
     written = {"settings": str(settings), "head_map": head_map.head_map, "data": _names(data)}
-    report = summarise(session, names, results, written)
+    machine = environment(session.model.adapter.device)
+    report = summarise(session.model.name, records, written, machine)
     console.print(as_table(report))
     write_json(json, report)
     if rows is not None:
-        records = prompt_records(session, names, results)
         rows.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     if picture is not None:
         pareto(report, picture)

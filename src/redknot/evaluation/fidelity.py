@@ -36,7 +36,7 @@ class Fidelity:
     top10: float
     "Share of dense's ten best first tokens among the policy's ten best."
     answer: tuple[int, ...]
-    "The policy's own greedy answer."
+    "The policy's own greedy answer; empty where none was asked for."
 
 
 def reference(
@@ -59,16 +59,18 @@ def fidelity(
     end_token_ids: frozenset[int],
     max_tokens: int,
 ) -> Fidelity:
-    """Compare one policy with dense; leaves ``prefilled`` as it was."""
+    """Compare one policy with dense; leaves ``prefilled`` as it was.
+
+    With ``max_tokens`` 0 the policy writes no answer of its own.
+    """
     along = _along(executor, prefilled, ref.answer)
     chosen = along.argmax(-1).cpu()
     agrees = chosen == ref.answer
     # The policy's own answer equals dense's up to the first disagreement: decode only from there.
     same = len(ref.answer) if bool(agrees.all()) else int(agrees.long().argmin())
-    answer = ref.answer[:same].tolist()
+    answer = ref.answer[: min(same, max_tokens)].tolist()
     if same < len(ref.answer):
-        rest = greedy(executor, prefilled, end_token_ids, max_tokens, prefix=answer)
-        answer = rest
+        answer = greedy(executor, prefilled, end_token_ids, max_tokens, prefix=answer)
     first = along[0].topk(10).indices
     return Fidelity(
         kl=float((ref.along.exp() * (ref.along - along)).sum(-1).mean()),
@@ -90,6 +92,8 @@ def greedy(
     """Greedy continuation behind ``prefix``, which it includes; leaves ``prefilled`` as it was."""
     length = prefilled.cache.length
     tokens, logits = list(prefix or []), prefilled.logits
+    if len(tokens) >= max_tokens:
+        return tokens
     if tokens:
         logits = executor.extend(prefilled, torch.tensor(tokens))[-1]
     while len(tokens) < max_tokens:

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 from tqdm.auto import tqdm
 
 from redknot.errors import InputError
 from redknot.evaluation.data import Row, distractors, interleave, pad, trim
-from redknot.evaluation.fidelity import Fidelity, Reference, fidelity, reference
+from redknot.evaluation.fidelity import Reference, fidelity, reference
+from redknot.evaluation.record import Record
+from redknot.evaluation.summary import FLOOR
 from redknot.execution import ExecutionSettings, Executor, Prefilled
 from redknot.execution.planner import Planner
 from redknot.execution.session import Session
@@ -39,35 +42,17 @@ class EvalSettings:
     "Most tokens of an answer, gold or generated."
     fidelity: bool = True
     "Measure distances from dense and answers."
+    answers: bool = True
+    "Let every policy write its own answer: F1 and exact match."
     timing: bool = True
     "Measure time to first token, of Transformers' own forward pass too."
     stored: bool = True
     "Whether all segments of a prompt are stored before it is measured; without, none is."
+    max_seconds: float | None = None
+    "Stop after the prompt that passes this time; the report says how many were measured."
     planned: bool = False
     "Whether the planner may run dense instead of a policy."
     seed: str = "redknot"
-
-
-@dataclass(slots=True)
-class Sample:
-    """One policy on one prompt."""
-
-    flops_share: float
-    kv_share: float
-    fidelity: Fidelity | None = None
-    ttft: float | None = None
-    stages: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class PromptResult:
-    """All policies on one prompt, in the order they were given."""
-
-    row: Row
-    num_tokens: int
-    floor: Sample | None
-    transformers_ttft: float | None
-    samples: list[Sample]
 
 
 def evaluate(
@@ -76,7 +61,7 @@ def evaluate(
     policies: Sequence[Policy],
     head_map: HeadMap | None,
     settings: EvalSettings,
-) -> list[PromptResult]:
+) -> list[Record]:
     """Every policy, dense first, on the same token ids with the same warm-up.
 
     Segments and the common prefix are built before a prompt is measured; `InputError` if no row
@@ -90,7 +75,13 @@ def evaluate(
     measure = _Measurement(session, policies, head_map, settings)
     if settings.timing:
         measure.warm_up(prompts[0][1])
-    return [measure(row, prompt) for row, prompt in tqdm(prompts, desc="eval", unit="prompt")]
+    results: list[Record] = []
+    start = time.perf_counter()
+    for row, prompt in tqdm(prompts, desc="eval", unit="prompt"):
+        results += measure(row, prompt)
+        if settings.max_seconds and time.perf_counter() - start > settings.max_seconds:
+            break
+    return results
 
 
 def prepare(
@@ -143,20 +134,25 @@ class _Measurement:
         for policy in self.policies:
             self._prefill(prompt, policy)
 
-    def __call__(self, row: Row, prompt: Prompt) -> PromptResult:
-        """All policies on ``prompt``."""
+    def __call__(self, row: Row, prompt: Prompt) -> list[Record]:
+        """All policies on ``prompt``, and the floor."""
         self._build(prompt)
-        settings, ref, floor = self.settings, None, None
         dense = self._prefill(prompt, Dense())
-        if settings.fidelity:
-            ref = self._reference(row, dense)
-            floor = self._floor(prompt, ref)
-        samples = []
+        ref = self._reference(row, dense) if self.settings.fidelity else None
+        records = []
+        if ref is not None:
+            other = self._other(prompt)
+            records.append(self._judged(self._record(row, FLOOR, other), row, other, ref))
         for policy in self.policies:
             prefilled = dense if policy == Dense() else self._prefill(prompt, policy)
-            samples.append(self._sample(prefilled, ref))
-        spent = self._transformers(prompt) if settings.timing else None
-        return PromptResult(row, len(prompt), floor, spent, samples)
+            record = self._record(row, policy.describe(), prefilled)
+            records.append(record if ref is None else self._judged(record, row, prefilled, ref))
+        if self.settings.timing:
+            spent = self._transformers(prompt)
+            records = [
+                msgspec.structs.replace(record, transformers_ttft=spent) for record in records
+            ]
+        return records
 
     def _build(self, prompt: Prompt) -> None:
         """Known state: all segments and what stands before them, or nothing."""
@@ -189,29 +185,34 @@ class _Measurement:
             self.settings.answer_tokens,
         )
 
-    def _floor(self, prompt: Prompt, ref: Reference) -> Sample:
+    def _other(self, prompt: Prompt) -> Prefilled:
+        """Dense through another kernel path."""
         lookup = self.session.look_up(prompt)
         room = 2 * self.settings.answer_tokens
-        other = self.other_path.prefill(prompt.token_ids, lookup, Dense(), room=room)
-        return Sample(1.0, 1.0, self._fidelity(other, ref))
+        return self.other_path.prefill(prompt.token_ids, lookup, Dense(), room=room)
 
-    def _sample(self, prefilled: Prefilled, ref: Reference | None) -> Sample:
-        return Sample(
+    def _record(self, row: Row, name: str, prefilled: Prefilled) -> Record:
+        timed = self.settings.timing and name != FLOOR
+        return Record(
+            id=row.id,
+            dataset=row.dataset,
+            policy=name,
+            tokens=len(prefilled.token_ids),
             flops_share=prefilled.flops_share,
             kv_share=retained_share(len(prefilled.token_ids), list(prefilled.sight.decode)),
-            fidelity=None if ref is None else self._fidelity(prefilled, ref),
-            ttft=sum(prefilled.seconds.values()) if self.settings.timing else None,
-            stages=prefilled.seconds,
+            ttft=sum(prefilled.seconds.values()) if timed else None,
+            stages=prefilled.seconds if timed else {},
         )
 
-    def _fidelity(self, prefilled: Prefilled, ref: Reference) -> Fidelity:
-        return fidelity(
+    def _judged(self, record: Record, row: Row, prefilled: Prefilled, ref: Reference) -> Record:
+        found = fidelity(
             self.session.executor,
             prefilled,
             ref,
             self.session.model.end_token_ids,
-            self.settings.answer_tokens,
+            self.settings.answer_tokens if self.settings.answers else 0,
         )
+        return record.judged(found, row.answers, self.session.tokeniser.decode)
 
     @torch.inference_mode()
     def _transformers(self, prompt: Prompt) -> float:

@@ -1,4 +1,4 @@
-"""From the results of all prompts to a report."""
+"""From the records of all prompts to a report."""
 
 import platform
 from collections import Counter
@@ -9,38 +9,33 @@ import msgspec
 import numpy as np
 import torch
 
-from redknot.evaluation.metrics import Interval, bootstrap, exact_match, f1
+from redknot.evaluation.metrics import Interval, bootstrap
+from redknot.evaluation.record import Record
 from redknot.evaluation.report import EvalReport, FirstToken, PolicyReport, Quantiles
-from redknot.evaluation.run import PromptResult, Sample
-from redknot.execution.session import Session
+from redknot.version import __version__
+
+FLOOR = "floor"
 
 
 def summarise(
-    session: Session,
-    names: Sequence[str],
-    results: Sequence[PromptResult],
-    settings: dict[str, str],
+    model: str, records: Sequence[Record], settings: dict[str, str], environment: dict[str, str]
 ) -> EvalReport:
     """Means and intervals over prompts; policies are paired with dense prompt by prompt."""
-    golds = [result.row.answers for result in results]
-    columns = [[result.samples[index] for result in results] for index in range(len(names))]
-    peers = [result.transformers_ttft for result in results]
-    dense = columns[names.index("dense")]
-    floor = [result.floor for result in results if result.floor is not None]
-    decode = session.tokeniser.decode
+    by_policy: dict[str, list[Record]] = {}
+    for record in records:
+        by_policy.setdefault(record.policy, []).append(record)
+    dense = by_policy["dense"]
+    floor = by_policy.pop(FLOOR, None)
     return EvalReport(
-        model=session.model.name,
-        n=len(results),
-        datasets=dict(Counter(result.row.dataset for result in results)),
-        tokens=_quantiles([result.num_tokens for result in results]),
+        model=model,
+        n=len(dense),
+        datasets=dict(Counter(record.dataset for record in dense)),
+        tokens=_quantiles([float(record.tokens) for record in dense]),
         settings=settings,
-        environment=environment(session.model.adapter.device),
-        floor=_policy("floor", floor, floor, golds, peers, decode) if floor else None,
-        transformers_ttft_seconds=_quantiles([peer for peer in peers if peer is not None]),
-        policies=[
-            _policy(name, column, dense, golds, peers, decode)
-            for name, column in zip(names, columns, strict=True)
-        ],
+        environment=environment,
+        floor=None if floor is None else _policy(FLOOR, floor, dense),
+        transformers_ttft_seconds=_quantiles(_known(dense, "transformers_ttft")),
+        policies=[_policy(name, found, dense) for name, found in by_policy.items()],
     )
 
 
@@ -53,95 +48,69 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": str(torch.__version__),
         "transformers": version("transformers"),
         "python": platform.python_version(),
-        "redknot": version("redknot"),
+        "redknot": __version__,
     }
 
 
-def prompt_records(
-    session: Session, names: Sequence[str], results: Sequence[PromptResult]
-) -> list[dict[str, object]]:
-    """One record a prompt and policy, for paired analysis."""
-    records: list[dict[str, object]] = []
-    for result in results:
-        for name, sample in zip(names, result.samples, strict=True):
-            record: dict[str, object] = {
-                "id": result.row.id,
-                "dataset": result.row.dataset,
-                "tokens": result.num_tokens,
-                "policy": name,
-                "flops_share": sample.flops_share,
-                "ttft": sample.ttft,
-                "transformers_ttft": result.transformers_ttft,
-            }
-            if sample.fidelity is not None:
-                answer = _answer(sample, session.tokeniser.decode)
-                record |= msgspec.to_builtins(sample.fidelity) | {
-                    "answer": answer,
-                    "exact_match": exact_match(answer, result.row.answers),
-                    "f1": f1(answer, result.row.answers),
-                }
-            records.append(record)
-    return records
-
-
-def _policy(name, samples, dense, golds, peers, decode) -> PolicyReport:  # type: ignore[no-untyped-def]
+def _policy(name: str, found: Sequence[Record], dense: Sequence[Record]) -> PolicyReport:
     report = PolicyReport(
         name=name,
-        flops_share=float(np.mean([sample.flops_share for sample in samples])),
-        kv_share=float(np.mean([sample.kv_share for sample in samples])),
+        flops_share=float(np.mean([record.flops_share for record in found])),
+        kv_share=float(np.mean([record.kv_share for record in found])),
     )
-    if samples[0].fidelity is not None:
-        report = msgspec.structs.replace(report, **_fidelity(samples, dense, golds, decode))
-    if samples[0].ttft is not None:
-        report = msgspec.structs.replace(report, **_timing(samples, dense, peers))
+    if found[0].kl is not None:
+        report = msgspec.structs.replace(
+            report,
+            kl=_interval(found, "kl"),
+            agreement=_interval(found, "agreement"),
+            gold_nll_change=_interval(found, "gold_nll_change"),
+            first_token=FirstToken(
+                float(np.mean(_known(found, "top1"))), float(np.mean(_known(found, "top10")))
+            ),
+        )
+    if found[0].exact_match is not None:
+        change = np.subtract(_known(found, "exact_match"), _known(dense, "exact_match"))
+        report = msgspec.structs.replace(
+            report,
+            f1=_interval(found, "f1"),
+            exact_match=_interval(found, "exact_match"),
+            exact_match_change=bootstrap(change.tolist()),
+        )
+    if found[0].ttft is not None:
+        report = _with_timing(report, found, dense)
     return report
 
 
-def _fidelity(samples, dense, golds, decode) -> dict[str, object]:  # type: ignore[no-untyped-def]
-    found = [sample.fidelity for sample in samples]
-    answers = [_answer(sample, decode) for sample in samples]
-    right = [exact_match(*pair) for pair in zip(answers, golds, strict=True)]
-    base = [exact_match(_answer(s, decode), gold) for s, gold in zip(dense, golds, strict=True)]
-    return {
-        "kl": bootstrap([one.kl for one in found]),
-        "agreement": bootstrap([one.agreement for one in found]),
-        "gold_nll_change": bootstrap([one.gold_nll_change for one in found]),
-        "first_token": FirstToken(
-            float(np.mean([one.top1 for one in found])),
-            float(np.mean([one.top10 for one in found])),
+def _with_timing(
+    report: PolicyReport, found: Sequence[Record], dense: Sequence[Record]
+) -> PolicyReport:
+    spent = _known(found, "ttft")
+    stages = sorted({stage for record in found for stage in record.stages})
+    return msgspec.structs.replace(
+        report,
+        ttft_seconds=_quantiles(spent),
+        ttft_ratio_to_dense=bootstrap(np.divide(_known(dense, "ttft"), spent).tolist()),
+        ttft_ratio_to_transformers=bootstrap(
+            np.divide(_known(dense, "transformers_ttft"), spent).tolist()
         ),
-        "f1": bootstrap([f1(*pair) for pair in zip(answers, golds, strict=True)]),
-        "exact_match": bootstrap(right),
-        "exact_match_change": bootstrap(list(np.subtract(right, base))),
-    }
-
-
-def _timing(samples, dense, peers) -> dict[str, object]:  # type: ignore[no-untyped-def]
-    spent = [sample.ttft for sample in samples]
-    stages = {stage for sample in samples for stage in sample.stages}
-    return {
-        "ttft_seconds": _quantiles(spent),
-        "ttft_ratio_to_dense": _ratio([sample.ttft for sample in dense], spent),
-        "ttft_ratio_to_transformers": _ratio(peers, spent),
-        "stages": {
-            stage: float(np.median([sample.stages.get(stage, 0.0) for sample in samples]))
-            for stage in sorted(stages)
+        stages={
+            stage: float(np.median([record.stages.get(stage, 0.0) for record in found]))
+            for stage in stages
         },
-    }
+    )
 
 
-def _ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    return bootstrap(list(np.divide(above, below)))
+def _known(records: Sequence[Record], field: str) -> list[float]:
+    values = [getattr(record, field) for record in records]
+    return [value for value in values if value is not None]
 
 
-def _answer(sample: Sample, decode) -> str:  # type: ignore[no-untyped-def]
-    if sample.fidelity is None:
-        return ""
-    return decode(sample.fidelity.answer).strip().partition("\n")[0]
+def _interval(records: Sequence[Record], field: str) -> Interval:
+    return bootstrap(_known(records, field))
 
 
 def _quantiles(values: Sequence[float]) -> Quantiles | None:
-    if not len(values):
+    if not values:
         return None
     p10, median, p90 = np.percentile(values, [10, 50, 90])
     return Quantiles(float(median), float(p10), float(p90))

@@ -54,23 +54,8 @@ class QuestionDrop(Policy):
     "Share of the depth."
     windows: Windows = Windows.CONTEXT
 
-    rank: str = "all"
     name: ClassVar = "question_drop"
     uses_probe: ClassVar = True
-
-    def _rank(self, layer, signals):
-        m = signals.probe_mass()[layer:]
-        if self.rank == "global":
-            m = m * signals.global_groups()[layer:, :, None]
-        elif self.rank.startswith("far"):
-            w = int(self.rank[3:])
-            far = m[..., 4:-w].sum(-1)
-            m = m * far[..., None]
-        elif self.rank.startswith("max"):
-            return m.amax((0, 1))
-        elif self.rank.startswith("norm"):
-            m = m / m[..., 4:].sum(-1, keepdim=True)
-        return m.sum((0, 1))
 
     def check(self) -> None:
         """Shares in [0, 1], not growing."""
@@ -92,7 +77,9 @@ class QuestionDrop(Policy):
         if layer not in (0, switch):
             return active
         share = self.first if layer < switch else self.then
-        return top_count(self._rank(layer, signals), active, int(share * len(layout.stored)))
+        return top_count(
+            signals.probe_mass()[layer:].sum((0, 1)), active, int(share * len(layout.stored))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

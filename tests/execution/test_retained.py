@@ -1,0 +1,118 @@
+"""What decoding keeps is exactly what it may see: same logits, less memory, nothing overwritten."""
+
+import pytest
+import torch
+
+from redknot.execution.executor import Prefilled
+from redknot.execution.session import Session
+from redknot.heads import HeadMap
+from redknot.recovery.policies import Dense, Duo
+from tests.execution.eager import (
+    FAMILIES,
+    assert_near,
+    forward,
+    lively_hf,
+    lively_session,
+    rounding,
+    section_3,
+    spanned,
+)
+from tests.execution.test_masks import all_local, open_session, random_map
+from tests.tiny import random_ids
+
+STEPS = 40
+
+
+def decode(session: Session, prefilled: Prefilled, new: torch.Tensor) -> torch.Tensor:
+    return torch.cat([session.executor.extend(prefilled, token[None]) for token in new])
+
+
+@pytest.mark.parametrize("lengths", [(61, 64), (2,)], ids=["long", "short"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_with_what_is_kept_equals_eager_attention_under_the_masks(
+    name: str, lengths: tuple[int, ...]
+) -> None:
+    """Steps 1, window, 3 * window and more, with windows longer and shorter than the prompt."""
+    hf, new = lively_hf(name), random_ids(STEPS, seed=3)
+    session, prompt = open_session(hf), spanned(*lengths, question=3)
+    maps = [random_map(hf, 1), random_map(hf, 2), all_local(hf, 8, 4), all_local(hf, 1, 0)]
+    for head_map in maps:
+        truth = forward(
+            hf,
+            torch.cat([prompt.token_ids, new]),
+            section_3(head_map, prompt.spans[-1].stop),
+        )
+        prefilled = session.prefill(prompt, Duo(), head_map, room=STEPS).retain()
+        logits = decode(session, prefilled, new)
+        assert_near(logits, truth.logits[len(prompt) :], rounding(hf, len(prompt) + STEPS))
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-mixed"])
+def test_a_sliding_window_of_the_model_alone_is_kept_right(name: str) -> None:
+    session, prompt, new = lively_session(name), spanned(61, 20), random_ids(STEPS, seed=3)
+    truth = forward(session.model.hf, torch.cat([prompt.token_ids, new]))
+    prefilled = session.prefill(prompt, Dense(), room=STEPS).retain()
+    logits = decode(session, prefilled, new)
+    bound = rounding(session.model.hf, len(prompt) + STEPS)
+    assert_near(logits, truth.logits[len(prompt) :], bound)
+
+
+def test_cutting_leaves_the_whole_cache_as_it_was() -> None:
+    hf, new = lively_hf(), random_ids(STEPS, seed=3)
+    session, prompt, head_map = open_session(hf), spanned(61, 64), all_local(hf, 8, 4)
+    whole = session.prefill(prompt, Duo(), head_map, room=STEPS)
+    first = decode(session, whole.retain(), new)
+    second = decode(session, whole.retain(), new)
+    assert torch.equal(first, second)
+    assert_near(decode(session, whole, new), first, rounding(hf, len(prompt) + STEPS))
+
+
+def test_local_heads_free_memory_and_global_ones_do_not() -> None:
+    hf = lively_hf()
+    session, prompt = open_session(hf), spanned(400)
+    local = all_local(hf, 8, 4)
+    held = []
+    for share in (0.0, 0.5, 1.0):
+        scores = torch.arange(8.0).view(4, 2)
+        mixed = HeadMap.from_scores(scores, global_share=share, window=8, sink=4)
+        head_map = HeadMap(prefill=local.prefill, decode=mixed.decode)
+        prefilled = session.prefill(prompt, Duo(), head_map).retain()
+        cache = prefilled.cache
+        held.append(
+            cache.num_bytes
+            if hasattr(cache, "num_bytes")
+            else 2 * cache.keys.numel() * cache.keys.element_size()
+        )
+    tokens = 2 * 16 * 4  # one token of one group: two planes of 16 float32
+    assert held[0] == 8 * (8 + 4) * tokens
+    assert held[0] < held[1] < held[2]
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("global_share", [0.0, 0.5])
+def test_decoding_past_the_room_is_right_or_an_error(retained: bool, global_share: float) -> None:
+    """A full cache must not quietly take the place of an older token."""
+    hf = lively_hf()
+    session, prompt, new = open_session(hf), spanned(9, question=4), random_ids(200, seed=3)
+    scores = torch.rand(4, 2, generator=torch.Generator().manual_seed(0))
+    head_map = HeadMap.from_scores(scores, global_share=global_share, window=8, sink=4)
+    prefilled = session.prefill(prompt, Duo(), head_map)
+    if retained:
+        prefilled = prefilled.retain()
+    ids = torch.cat([prompt.token_ids, new])
+    truth = forward(hf, ids, section_3(head_map, prompt.spans[-1].stop)).logits
+    for step, token in enumerate(new):
+        try:
+            logits = session.executor.extend(prefilled, token[None])
+        except ValueError:
+            return
+        row = truth[len(prompt) + step][None]
+        assert_near(logits, row, rounding(hf, len(ids)))
+
+
+def test_many_tokens_at_once_are_refused_once_the_cache_is_cut() -> None:
+    hf = lively_hf()
+    session, prompt = open_session(hf), spanned(61)
+    prefilled = session.prefill(prompt, Duo(), all_local(hf, 8, 4), room=5).retain()
+    with pytest.raises(ValueError, match="one token"):
+        session.executor.extend(prefilled, random_ids(2))
