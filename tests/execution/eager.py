@@ -1,4 +1,4 @@
-"""An independent truth: float64 attention under explicit masks over a Transformers model's weights."""
+"""An independent truth: float64 attention under explicit masks over a model's weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.tiny import random_ids, tiny_hf
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,7 +15,6 @@ from redknot.heads import HeadMap
 from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.loading import wrap_model
 from redknot.segments import Prompt
-from tests.tiny import random_ids, tiny_hf
 
 EPS = torch.finfo(torch.float32).eps
 

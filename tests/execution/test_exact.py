@@ -1,15 +1,7 @@
-"""Relocation, full recompute and canonical state are exact: reuse is approximate only beyond them."""
+"""Relocation, full recompute and canonical state are exact: only reuse is approximate."""
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
-
-from redknot.execution.builder import build_state
-from redknot.execution.cache import PromptCache
-from redknot.models import adapt
-from redknot.recovery import Policy
-from redknot.recovery.policies import CacheBlend, Dense, Epic, LayerDrop, Question, QuestionDrop
-from redknot.segments import Prompt
 from tests.execution.eager import (
     EPS,
     FAMILIES,
@@ -22,6 +14,14 @@ from tests.execution.eager import (
     spanned,
 )
 from tests.tiny import random_ids
+from transformers import DynamicCache, PreTrainedModel
+
+from redknot.execution.builder import build_state
+from redknot.execution.cache import PromptCache
+from redknot.models import adapt
+from redknot.recovery import Policy
+from redknot.recovery.policies import CacheBlend, Dense, Epic, LayerDrop, Question, QuestionDrop
+from redknot.segments import Prompt
 
 ANCHOR, SEGMENT = (256, 7, 9), random_ids(100, seed=1)
 SCALED = ["llama-llama3", "llama-yarn", "llama-9/3-yarn", "qwen2-14/2-llama3", "qwen3-yarn"]
@@ -38,7 +38,9 @@ def hf_state(hf: PreTrainedModel, offset: int) -> list[tuple[torch.Tensor, torch
             use_cache=True,
         )
     layers = out.past_key_values.layers
-    return [(layer.keys[0, :, len(ANCHOR) :], layer.values[0, :, len(ANCHOR) :]) for layer in layers]
+    return [
+        (layer.keys[0, :, len(ANCHOR) :], layer.values[0, :, len(ANCHOR) :]) for layer in layers
+    ]
 
 
 def score_size(hf: PreTrainedModel) -> float:
@@ -50,7 +52,7 @@ def score_size(hf: PreTrainedModel) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
-@pytest.mark.parametrize("offset", [0, 5, 200, 700])
+@pytest.mark.parametrize("offset", [0, 200, 700])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_relocated_keys_are_those_of_a_run_at_the_new_place(name: str, offset: int) -> None:
     """Offset 200 takes the segment across original_max (256) of llama3 and yarn, 700 behind it."""

@@ -1,15 +1,15 @@
-"""Never quietly wrong: missing, damaged, foreign or cut state is a miss, and the answer is right."""
+"""Never quietly wrong: missing, damaged, foreign or cut state is a miss."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from tests.execution.eager import lively_session, spanned
 
 from redknot.execution.session import Session
 from redknot.recovery.policies import QuestionDrop, Reuse
 from redknot.segments import MemoryStore, SegmentState
-from tests.execution.eager import lively_session, spanned
 
 PROMPT = spanned(40, 33)
 POLICY = Reuse()
@@ -25,6 +25,12 @@ def warm_store() -> MemoryStore:
     session = lively_session()
     assert session.build_missing(PROMPT) == 2
     return session.store  # type: ignore[return-value]
+
+
+def entries(store: MemoryStore) -> list[tuple[bytes, SegmentState]]:
+    """All that the store hands out."""
+    found = [(key, store.get(key)) for key in store.keys()]  # noqa: SIM118 - a store is no dict
+    return [(key, state) for key, state in found if state is not None]
 
 
 class Faulty:
@@ -90,7 +96,7 @@ FAULTS: dict[str, tuple[Callable[[SegmentState], SegmentState | None], str]] = {
 
 
 def assert_missed(session: Session, reason: str) -> None:
-    """Both segments miss with ``reason``, and the logits are those of an empty store, bit for bit."""
+    """Both segments miss with ``reason``; the logits are those of an empty store, bit for bit."""
     outcomes = session.look_up(PROMPT).outcomes
     assert [outcome.status for outcome in outcomes] == ["new", "new"]
     assert all(reason in outcome.reason for outcome in outcomes), outcomes
@@ -114,10 +120,7 @@ def test_undamaged_state_is_used_and_changes_the_logits() -> None:
 @pytest.mark.parametrize("bit", [0, 1, 15, 16, 22, 23, 30, 31])
 def test_a_flipped_bit_in_memory_is_a_miss(plane: str, bit: int) -> None:
     store = warm_store()
-    keys = store.keys()
-    for index, key in enumerate(keys):
-        state = store.get(key)
-        assert state is not None
+    for index, (_, state) in enumerate(entries(store)):
         with torch.inference_mode():
             words = state.planes[plane].view(torch.int32).view(-1)
             place = (index * 7919 + bit * 104729) % len(words)
@@ -129,9 +132,7 @@ def test_a_flipped_bit_in_memory_is_a_miss(plane: str, bit: int) -> None:
 
 def test_flipped_token_ids_in_memory_are_a_miss() -> None:
     store = warm_store()
-    for key in store.keys():
-        state = store.get(key)
-        assert state is not None
+    for _, state in entries(store):
         with torch.inference_mode():
             state.token_ids[3] ^= 1
     session = lively_session(store=store)
@@ -144,7 +145,7 @@ def test_state_evicted_after_it_was_found_is_still_whole_for_that_request() -> N
     session = lively_session(store=store)
     expected = session.prefill(PROMPT, POLICY).logits
     lookup = session.look_up(PROMPT)
-    for key in store.keys():
+    for key, _ in entries(store):
         store.delete(key)
     store.check()
     # The first call has kept the beginning; both requests below are told the same.
@@ -155,13 +156,13 @@ def test_state_evicted_after_it_was_found_is_still_whole_for_that_request() -> N
 def test_state_evicted_between_two_requests_is_a_miss_in_the_second() -> None:
     store = warm_store()
     lively_session(store=store).prefill(PROMPT, POLICY)
-    for key in store.keys():
+    for key, _ in entries(store):
         store.delete(key)
     assert_missed(lively_session(store=store), "not stored")
 
 
 def test_a_store_too_small_for_both_segments_misses_the_older_one() -> None:
-    size = max(state.num_bytes for state in map(warm_store().get, warm_store().keys()) if state)
+    size = max(state.num_bytes for _, state in entries(warm_store()))
     session = lively_session(store=MemoryStore(size))
     session.build_missing(PROMPT)
     outcomes = session.look_up(PROMPT).outcomes
@@ -179,10 +180,7 @@ def test_a_store_that_holds_nothing_answers_as_an_empty_one() -> None:
 def test_state_that_was_refused_is_replaced_when_it_is_built_again(fault: str) -> None:
     """Else one bad write would be a miss for ever."""
     store = MemoryStore()
-    good = warm_store()
-    for key in good.keys():
-        state = good.get(key)
-        assert state is not None
+    for key, state in entries(warm_store()):
         bad = FAULTS[fault][0](state)
         assert bad is not None
         store.put(key, bad)

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from tests.execution.eager import assert_near, far, lively_hf, lively_session, rounding, spanned
+from tests.tiny import random_ids, tiny_session
 
 from redknot.execution import ExecutionSettings
 from redknot.execution.builder import build_state
@@ -21,8 +23,6 @@ from redknot.recovery.policies import (
     RedKnot,
     Reuse,
 )
-from tests.execution.eager import assert_near, far, lively_hf, lively_session, rounding, spanned
-from tests.tiny import random_ids, tiny_session
 
 POLICIES: list[Policy] = [
     Dense(),

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from tests.execution.eager import assert_near, forward, lively_session, rounding, spanned
+from tests.tiny import random_ids
 
 from redknot.heads import HeadMap
 from redknot.recovery import Policy
 from redknot.recovery.policies import CacheBlend, Dense, Duo, Prefix, QuestionDrop, RedKnot, Reuse
 from redknot.segments import Prompt
-from tests.execution.eager import assert_near, forward, lively_session, rounding, spanned
-from tests.tiny import random_ids
 
 NAMES = ["llama", "qwen2-14/2", "mistral", "llama-1"]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.tiny import tiny_hf
 from torch import Tensor
 
 from redknot.errors import InputError
 from redknot.models import LoadedModel, load_model
 from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.loading import LoadOptions
-from tests.tiny import tiny_hf
 
 Q, DOWN, NORM = (
     "model.layers.0.self_attn.q_proj",

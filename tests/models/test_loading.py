@@ -1,4 +1,4 @@
-"""Opening models: what is accepted is right, what is not is refused in one line that names it."""
+"""Opening models: what is accepted is right, all else is refused in one line that names it."""
 
 import json
 import shutil
@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.execution.eager import assert_near, rounding
+from tests.models.configs import config_json
+from tests.tiny import tiny_hf
 from transformers import AutoConfig, GenerationConfig
 
 from redknot.errors import InputError
@@ -19,9 +22,6 @@ from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.fingerprint import fingerprint
 from redknot.models.loading import LoadOptions, wrap_model
 from redknot.recovery.policies import Dense
-from tests.execution.eager import assert_near, rounding
-from tests.models.test_rotary import config_json
-from tests.tiny import tiny_hf
 
 DUMMY = LoadOptions(load_format="dummy")
 THETA = {"rope_theta": 10000.0}
@@ -126,8 +126,7 @@ def test_a_saved_folder_opens_as_the_same_model(saved: Path) -> None:
     assert fingerprint(model.hf) == fingerprint(original)
     assert model.name == "tiny"
     here, there = (
-        Session(wrapped)
-        for wrapped in (wrap_model(original, byte_tokenizer(add_bos=True)), model)
+        Session(wrapped) for wrapped in (wrap_model(original, byte_tokenizer(add_bos=True)), model)
     )
     assert here.namespace == there.namespace
     prompt = here.tokeniser.prompt(["alpha 🧪", "beta"], "gamma", "Be brief.")

@@ -1,58 +1,23 @@
-"""Rotary angles: the model's own kind and factors, in float32, right at far positions."""
+"""Rotary settings: the model's own kind and factors in every spelling, or a refusal."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tests.models.configs import EPS, gap, load_config
+from tests.tiny import ROTARY, random_ids, tiny_hf, tiny_model, tiny_session
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redknot.errors import InputError
 from redknot.execution.builder import build_state
 from redknot.execution.cache import PromptCache
 from redknot.kernels.relocate import rotate
-from redknot.models import LoadedModel, adapt, load_model
-from redknot.models.byte_tokenizer import byte_tokenizer
-from redknot.models.loading import LoadOptions, wrap_model
+from redknot.models import adapt
 from redknot.models.rotary import Rotary
-from tests.tiny import ROTARY, random_ids, tiny_hf, tiny_model, tiny_session
 
-EPS = torch.finfo(torch.float32).eps
 KINDS = [*ROTARY]
-
-
-def config_json(**rotary: Any) -> dict[str, Any]:
-    """A Llama config as a file holds it."""
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": 300,
-        "max_position_embeddings": 8192,
-        **rotary,
-    }
-
-
-def load_config(folder: Path, **rotary: Any) -> LoadedModel:
-    (folder / "config.json").write_text(json.dumps(config_json(**rotary)))
-    return load_model(folder, LoadOptions(load_format="dummy"))
-
-
-def gap(rotary: Rotary, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Radians between the table and float64 angles, and the table's magnitude taken out."""
-    cosine, sine = (part.double() / rotary.magnitude for part in rotary.table(positions))
-    truth = positions[:, None].double() * inv_freq.double()
-    return torch.atan2(
-        sine * truth.cos() - cosine * truth.sin(), cosine * truth.cos() + sine * truth.sin()
-    ).abs()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,40 +148,6 @@ def test_relocation_puts_the_magnitude_on_a_key_once(kind: str) -> None:
         cache.place(adapter, state, start, 40)
         turned = cache.keys[:, :, start:].norm(dim=-1)
         torch.testing.assert_close(turned, norms * adapter.rotary.magnitude, rtol=16 * EPS, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_casting_a_model_to_bfloat16_leaves_angles_in_float32(kind: str) -> None:
-    exact = tiny_model(rotary=kind).adapter.rotary
-    half = wrap_model(tiny_hf(rotary=kind).to(torch.bfloat16), byte_tokenizer()).adapter
-    assert half.dtype is torch.bfloat16
-    assert torch.equal(half.rotary.inv_freq, exact.inv_freq)
-    positions = torch.tensor([255, 256, 257, 4095, 15962])
-    for part in half.rotary.table(positions):
-        assert part.dtype is torch.float32
-    assert float(gap(half.rotary, positions, exact.inv_freq).max()) < 1e-3
-
-
-def test_angles_are_float64_ones_to_half_a_unit_in_the_last_place() -> None:
-    rotary = wrap_model(tiny_hf().to(torch.bfloat16), byte_tokenizer()).adapter.rotary
-    plain = 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-    near = torch.tensor([255, 256, 257, 4095, 15962])
-    assert float(gap(rotary, near, plain).max()) < 1e-3
-    far = torch.tensor([131071])
-    angles = far[:, None].double() * rotary.inv_freq.double()
-    half_ulp = torch.exp2(angles.log2().floor() - 24)
-    assert bool((gap(rotary, far, rotary.inv_freq) <= half_ulp + 2 * EPS).all())
-
-
-@pytest.mark.parametrize("position", [255, 256, 4095, 15962, 131070])
-def test_neighbouring_positions_are_told_apart(position: int) -> None:
-    rotary = wrap_model(tiny_hf().to(torch.bfloat16), byte_tokenizer()).adapter.rotary
-    cosine, sine = rotary.table(torch.tensor([position, position + 1]))
-    step = torch.atan2(
-        sine[1] * cosine[0] - cosine[1] * sine[0], cosine[1] * cosine[0] + sine[1] * sine[0]
-    )
-    # Both angles are off by half an ulp; the fastest pair turns by one radian.
-    assert abs(float(step[0]) - 1.0) <= EPS * (position + 1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Counted FLOPs of executed plans against PyTorch's own counter, and predicted row counts."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from redknot.recovery.selection import simulate
 from redknot.segments import Prompt, PromptTemplate
 
 LAYERS, VOCABULARY = 3, 300
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 DOCUMENTS = ["first text", "a second", "third one"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "epic": {"k": 4},
@@ -59,35 +61,43 @@ def policy_of(name: str, windows: Windows = Windows.NONE) -> Policy:
     return POLICIES[name](windows=windows, **OPTIONS.get(name, {}))
 
 
-def counted(session: Session, prompt: Prompt, policy: Policy) -> tuple[int, Prefilled]:
-    """What PyTorch counts while ``policy`` runs; its table lacks only the CPU's own attention."""
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+def counter() -> FlopCounterMode:
+    """PyTorch's counter; its table lacks only the CPU's own attention."""
 
     def attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return sdpa_flop_count(q, k, v)
 
+    return FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: attention_flops})
+
+
+def counted(session: Session, prompt: Prompt, policy: Policy) -> tuple[int, Prefilled]:
+    """What PyTorch counts while ``policy`` runs."""
     head_map = random_map(session.executor.shapes[0].num_groups)
-    with FlopCounterMode(display=False, custom_mapping={attention: attention_flops}) as counter:
+    with counter() as counting:
         prefilled = session.prefill(prompt, policy, head_map)
-    return counter.get_total_flops(), prefilled
+    return counting.get_total_flops(), prefilled
+
+
+def output_head(session: Session) -> int:
+    """FLOPs of one row's logits, which `plan_flops` leaves out."""
+    return 2 * session.model.hf.config.hidden_size * VOCABULARY
 
 
 def expected(session: Session, prefilled: Prefilled) -> int:
     """`plan_flops` in the counter's terms.
 
-    The counter knows no element-wise relocation, but the output head of one row, and the scores of
-    the question pass as whole matrices with the keys that a probe row cannot see.
+    The counter knows no element-wise relocation, but the output head, and the scores of the
+    question pass as whole matrices with the keys that a probe row cannot see.
     """
     plan, layout, sight = prefilled.plan, prefilled.layout, prefilled.sight
     shapes = session.executor.shapes
     flops = plan_flops(plan, layout, shapes, sight.prefill, sight.decode)
-    head = 2 * session.model.hf.config.hidden_size * VOCABULARY
     unseen = 0
     if plan.probe_rows:
         rows = probe_rows(layout)
         unseen = len(rows) * (int(rows[-1]) + 1) - visible_pairs(rows, Reach())
     scores = sum(unseen * s.num_groups * s.attention_pair_flops // 2 for s in shapes)
-    return flops.total - flops.relocation + head + scores
+    return flops.total - flops.relocation + output_head(session) + scores
 
 
 @pytest.mark.parametrize("windows", [Windows.NONE, Windows.ALL])
@@ -124,11 +134,28 @@ def test_flops_of_other_families_are_counted(family: str, name: str) -> None:
     assert total == expected(session, prefilled)
 
 
-def test_dense_costs_exactly_dense_whatever_is_known() -> None:
+def test_dense_flops_are_those_of_the_unmodified_model() -> None:
     session, prompt = prepared()
-    first, second = (session.prefill(prompt, Dense()) for _ in range(2))
-    assert second.flops.total < first.flops.total  # the known prefix is left out of both
-    assert first.flops_share == second.flops_share == 1
+    dense, hf = session.executor.dense_flops(session.look_up(prompt).layout), session.model.hf
+    with torch.inference_mode(), counter() as counting:
+        hf(prompt.token_ids[None], use_cache=False, logits_to_keep=1)
+    counts = counting.get_flop_counts()["Global"]
+    attention = counts.pop(CPU_ATTENTION)
+    assert sum(counts.values()) == dense.projection + dense.ffn + output_head(session)
+    # the counter takes causal attention as a square, of which (n + 1) / 2n is visible
+    assert attention * (len(prompt) + 1) == dense.attention * 2 * len(prompt)
+    assert dense.relocation == 0
+
+
+def test_a_known_prefix_counts_neither_for_those_who_take_it_nor_for_dense() -> None:
+    session, prompt = prepared()
+    first = session.prefill(prompt, Dense())
+    dense, prefix = (session.prefill(prompt, policy_of(name)) for name in ("dense", "prefix"))
+    assert (dense.layout.exact, prefix.layout.exact) == (0, prompt.spans[0].start)
+    assert replace(prefix.flops, relocation=0) == dense.flops
+    assert dense.flops.total < first.flops.total
+    assert dense.dense_flops == prefix.dense_flops
+    assert dense.dense_flops.total < first.dense_flops.total
 
 
 def row_counts(plan: Plan) -> list[tuple[int, int, int]]:

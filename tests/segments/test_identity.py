@@ -7,16 +7,22 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from tests.tiny import random_ids, tiny_hf
 
 from redknot.execution.session import Session
 from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.loading import wrap_model
 from redknot.segments import MemoryStore, Namespace, Prompt
-from tests.tiny import random_ids, tiny_hf
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5])
 BASE = Namespace(
-    weights="ab", rotary="cd", dtype="torch.float32", anchor=(1, 2), state="kv", salt="s"
+    weights="ab",
+    settings="silu",
+    rotary="cd",
+    dtype="torch.float32",
+    anchor=(1, 2),
+    state="kv",
+    salt="s",
 )
 
 
@@ -58,6 +64,7 @@ TEXT = st.text(alphabet="ab:", max_size=3)
 NAMED = st.tuples(
     st.builds(
         Namespace,
+        settings=TEXT,
         weights=TEXT,
         rotary=TEXT,
         dtype=TEXT,

@@ -1,11 +1,10 @@
-"""Spans through the chat template: exactly the documents, wherever they stand, marker text or not."""
+"""Spans through the chat template: exactly the documents, whatever stands around them."""
 
 import random
 import unicodedata
 from functools import cache
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from redknot.errors import InputError
@@ -13,7 +12,6 @@ from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.loading import LoadOptions, _source, _tokenizer
 from redknot.segments import Document, Prompt, PromptTemplate, Tokeniser
 from redknot.segments.template import MAX_ANCHOR_TOKENS, MAX_PROBE_TOKENS
-from tests.tiny import tiny_session
 
 BARE = PromptTemplate(instruction="Read", document="{text}", question="{question}", answer="")
 "Documents glued to the text around them."
@@ -157,10 +155,11 @@ def test_an_empty_document_is_refused_by_its_number(blank: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_without_a_question_what_follows_the_documents_asks(name: str) -> None:
+def test_without_a_question_the_closing_behind_the_documents_asks(name: str) -> None:
     prompt = Tokeniser(tokenizer(name)).prompt(["alpha", "beta"])
-    assert prompt.probe == (prompt.spans[-1].stop, len(prompt))
-    assert prompt.probe[0] < prompt.probe[1]
+    assert prompt.probe[0] == prompt.spans[-1].stop
+    probed = decode(name, prompt.token_ids[slice(*prompt.probe)].tolist())
+    assert probed == PromptTemplate().closing
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -183,7 +182,8 @@ def test_a_long_question_is_probed_at_its_end(name: str) -> None:
 def test_a_plain_message_of_any_length_is_cut_and_probed_inside_itself(length: int) -> None:
     text = "".join(random.Random(length).choices("abcdefgh", k=length))
     prompt = Tokeniser(tokenizer("bytes bos")).plain(text, "system")
-    start = prompt.token_ids.tolist().index(tokenizer("bytes").convert_tokens_to_ids("<|user|>")) + 1
+    user = tokenizer("bytes bos").convert_tokens_to_ids("<|user|>")
+    start = prompt.token_ids.tolist().index(user) + 1
     assert prompt.probe[1] == start + length
     assert prompt.probe[1] - prompt.probe[0] == min(length, MAX_PROBE_TOKENS)
     for span in prompt.spans:
@@ -199,34 +199,3 @@ def test_no_text_is_taken_for_a_placeholder(name: str) -> None:
     text = decode(name, prompt.token_ids.tolist())
     assert text.index("say \x02user\x03 twice") < text.index("alpha")
     assert [decode(name, ids) for ids in spans_of(prompt)] == ["Document: \nalpha\n\n"]
-
-
-@pytest.mark.parametrize("add_bos", [False, True])
-def test_documents_are_found_behind_system_prompts_of_any_length(add_bos: bool) -> None:
-    session = tiny_session(add_bos=add_bos)
-    documents = ["first " * 12, "second " * 9]
-    session.build_missing(session.tokeniser.prompt(documents, "Why?"))
-    first = None
-    for system in (None, "", "x", "x" * 5, "x" * 16, "x" * 300):
-        lookup = session.look_up(session.tokeniser.prompt(documents, "Why?", system))
-        assert [outcome.status for outcome in lookup.outcomes] == ["stored", "stored"]
-        states = [state for _, state in lookup.hits]
-        first = first or states
-        assert all(one is other for one, other in zip(states, first, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_documents_of_any_length_in_any_order_are_found_whole(seed: int) -> None:
-    lengths = [1, 15, 16, 17, 255, 257]
-    draw = random.Random(seed)
-    documents = ["".join(draw.choices("abcdefgh", k=length)) for length in lengths]
-    session = tiny_session(add_bos=True)
-    tokeniser = Tokeniser(session.model.tokenizer, BARE)
-    session.build_missing(tokeniser.prompt(documents, "why"))
-    draw.shuffle(documents)
-    prompt = tokeniser.prompt(documents, "why")
-    hits = session.look_up(prompt).hits
-    assert sum(len(span) for span, _ in hits) == sum(lengths)
-    for document, (span, state) in zip(documents, hits, strict=True):
-        assert bytes(map(ord, document)).decode() == tokeniser.decode(state.token_ids.tolist())
-        assert torch.equal(state.token_ids, prompt.token_ids[span.start : span.stop])

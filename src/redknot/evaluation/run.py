@@ -48,6 +48,8 @@ class EvalSettings:
     "Measure time to first token, of Transformers' own forward pass too."
     stored: bool = True
     "Whether all segments of a prompt are stored before it is measured; without, none is."
+    floor_prompts: int | None = None
+    "Prompts that dense is compared with itself on; all without a number."
     max_seconds: float | None = None
     "Stop after the prompt that passes this time; the report says how many were measured."
     planned: bool = False
@@ -123,6 +125,7 @@ class _Measurement:
         adapter = session.model.adapter
         # Another kernel path: masked blocks of an odd size instead of the fused causal call.
         self.planner = Planner(session.executor)
+        self._measured = 0
         self.other_path = Executor(adapter, ExecutionSettings(row_block=208))
 
     def warm_up(self, prompt: Prompt) -> None:
@@ -140,7 +143,9 @@ class _Measurement:
         dense = self._prefill(prompt, Dense())
         ref = self._reference(row, dense) if self.settings.fidelity else None
         records = []
-        if ref is not None:
+        self._measured += 1
+        limit = self.settings.floor_prompts
+        if ref is not None and (limit is None or self._measured <= limit):
             other = self._other(prompt)
             records.append(self._judged(self._record(row, FLOOR, other), row, other, ref))
         for policy in self.policies:

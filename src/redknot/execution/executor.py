@@ -125,7 +125,12 @@ class Executor:
             plan=plan,
             layout=layout,
             flops=plan_flops(
-                plan, layout, self.shapes, sight.prefill, sight.decode, lookup.layout.common_prefix
+                plan,
+                layout,
+                self.shapes,
+                sight.prefill,
+                sight.decode,
+                prefix=lookup.layout.common_prefix,
             ),
             dense_flops=self.dense_flops(lookup.layout),
             seconds=stages.seconds,
@@ -149,12 +154,18 @@ class Executor:
         return self.adapter.logits(hidden)
 
     def dense_flops(self, layout: Layout) -> Flops:
-        """What dense spends on the same prompt behind its common prefix."""
+        """What the unmodified model spends on the same prompt behind its common prefix."""
         bare = layout.limited(exact=False, segments=False)
         whole = Visibility.of(self.shapes, 0)
         plan = simulate(Dense(), bare, len(self.shapes), global_groups(self.shapes, None))
         return plan_flops(
-            plan, bare, self.shapes, whole.prefill, whole.decode, layout.common_prefix
+            plan,
+            bare,
+            self.shapes,
+            whole.prefill,
+            whole.decode,
+            prefix=layout.common_prefix,
+            pruned=False,
         )
 
     def _trip(
@@ -184,7 +195,8 @@ class Executor:
         tokens: int,
     ) -> StateRecorder | None:
         """A recorder of the first ``tokens``, if this pass computes them as dense would."""
-        windows = [reach.window for layer in sight.prefill for reach in layer if reach.window]
+        layers = (*sight.prefill, *sight.decode)
+        windows = [reach.window for layer in layers for reach in layer if reach.window]
         unseen = bool(windows) and tokens > min(windows)
         chunked = self.settings.chunk_tokens is not None
         if tokens <= layout.exact or unseen or chunked or bool(layout.reusable[:tokens].any()):

@@ -60,6 +60,8 @@ class _Slab:
 
     def write(self, position: int, key: Tensor, value: Tensor) -> None:
         """Put a new token in the slot of the one that no row sees any more."""
+        if self.reach.window is None and self.reach.horizon is None and position >= self.ring:
+            raise ValueError(f"position {position} is beyond the room of {self.ring} tokens")
         slot = position if position < self.sink else self.sink + (position - self.sink) % self.ring
         self.keys[:, slot] = key[self.groups]
         self.values[:, slot] = value[self.groups]

@@ -47,6 +47,7 @@ class Session:
         self.weights = fingerprint(self.model.hf, rounded=True)
         self.namespace = Namespace(
             weights=fingerprint(self.model.hf),
+            settings=adapter.settings,
             rotary=adapter.rotary.identity(),
             dtype=str(adapter.dtype),
             anchor=self.tokeniser.anchor,
@@ -64,7 +65,8 @@ class Session:
         """Canonical state of ``token_ids``, out of the store or built and stored now."""
         key = self.namespace.key("segment", token_ids)
         state = self.store.get(key)
-        if state is None:
+        if state is None or self._shape.refuses(state, token_ids):
+            self.store.delete(key)
             state = build_state(self.model.adapter, token_ids, self.namespace.anchor)
             self.store.put(key, state)
         return state
@@ -75,9 +77,12 @@ class Session:
         if tuple(prompt.token_ids[: len(anchor)].tolist()) != anchor:
             return 0
         missing = self.look_up(prompt).missing
-        for span in missing:
-            self.build(prompt.token_ids[span.start : span.stop])
-        return len(missing)
+        texts = dict.fromkeys(
+            tuple(prompt.token_ids[span.start : span.stop].tolist()) for span in missing
+        )
+        for text in texts:
+            self.build(torch.tensor(text))
+        return len(texts)
 
     def forget(self) -> None:
         """Empty the store and the known beginnings."""

@@ -79,6 +79,8 @@ class Adapter(Protocol):
 
     layers: Sequence[Layer]
     rotary: Rotary
+    settings: str
+    "All of the config that shapes state besides weights and rotary angles."
     context_length: int
     device: torch.device
     dtype: torch.dtype

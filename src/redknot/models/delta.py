@@ -43,27 +43,59 @@ class Delta:
             config.rope_parameters["rope_theta"] = float(self.settings["rope_theta"])
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Add the differences in place, each sum rounded to bfloat16 as in training."""
-        weights = model.state_dict()
-        with torch.no_grad():
-            for name, stored in self.tensors.items():
-                module, _, kind = name.rpartition(".")
-                if name.endswith("norm.weight"):
-                    _target(weights, name).copy_(stored)
-                elif module.endswith(".delta") and kind != "scale":
-                    _add(weights, module.removesuffix(".delta"), self._dense(module, kind))
-                elif module.endswith(".lora_A") and kind != "scale":
-                    target = module.removesuffix(".lora_A")
-                    high = self._dense(target + ".lora_B", kind)
-                    scale = float(self.settings.get("lora_scale", 1))
-                    _add(weights, target, scale * high @ self._dense(module, kind))
+        """Add the differences in place, each sum rounded to bfloat16 as in training.
 
-    def _dense(self, module: str, kind: str) -> Tensor:
+        `InputError`, before anything is changed, for tensors that nothing reads or that do not fit.
+        """
+        weights = model.state_dict()
+        unread = set(self.tensors)
+        changes = [
+            change for name in self.tensors for change in self._change(name, weights, unread)
+        ]
+        if unread:
+            raise InputError(f"the delta holds {min(unread)}, which nothing reads")
+        with torch.no_grad():
+            for weight, value in changes:
+                weight.copy_(value)
+
+    def _change(
+        self, name: str, weights: dict[str, Tensor], unread: set[str]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The weight that tensor ``name`` changes and its new value; none for parts of others."""
+        module, _, kind = name.rpartition(".")
+        if name.endswith("norm.weight"):
+            unread.discard(name)
+            weight, value = _target(weights, name), self.tensors[name]
+            _same_shape(name, weight, value)
+            return [(weight, value)]
+        if kind not in ("i4", "i8") or module.endswith(".lora_B"):
+            return []
+        if module.endswith(".delta"):
+            target = module.removesuffix(".delta")
+            difference = self._dense(module, unread)
+        else:
+            target = module.removesuffix(".lora_A")
+            low, high = self._dense(module, unread), self._dense(target + ".lora_B", unread)
+            if high.shape[1] != low.shape[0]:
+                raise InputError(f"the delta's factors of {target} have different ranks")
+            difference = float(self.settings.get("lora_scale", 1)) * high @ low
+        weight = _target(weights, f"{target}.weight")
+        _same_shape(target, weight, difference)
+        base = weight.bfloat16().float()  # the base that the delta was trained on
+        return [(weight, (base + difference.to(weight.device)).bfloat16())]
+
+    def _dense(self, module: str, unread: set[str]) -> Tensor:
         """The float32 factor behind an integer tensor and its scales."""
-        values, scale = self.tensors[f"{module}.{kind}"], self.tensors[f"{module}.scale"].float()
-        if kind == "i4":
+        found = [f"{module}.{kind}" for kind in ("i4", "i8") if f"{module}.{kind}" in self.tensors]
+        if not found or f"{module}.scale" not in self.tensors:
+            raise InputError(f"the delta lacks the factor {module} or its scales")
+        unread.difference_update((found[0], f"{module}.scale"))
+        values, scale = self.tensors[found[0]], self.tensors[f"{module}.scale"].float()
+        if found[0].endswith("i4"):
             low, high = (values & 15).float() - 8, (values >> 4).float() - 8
             values = torch.stack([low, high], -1).flatten(1)
+        if scale.dim() != 2 or len(scale) != len(values) or values.shape[1] % scale.shape[1]:
+            raise InputError(f"the delta's scales of {module} do not fit")
         runs = values.float().view(len(values), scale.shape[1], -1)
         return (runs * scale[..., None]).flatten(1)
 
@@ -88,8 +120,6 @@ def _target(weights: dict[str, Tensor], name: str) -> Tensor:
     return weights[name]
 
 
-def _add(weights: dict[str, Tensor], module: str, difference: Tensor) -> None:
-    weight = _target(weights, f"{module}.weight")
-    if weight.shape != difference.shape:
-        raise InputError(f"the delta's shape of {module} does not fit the base model")
-    weight.copy_((weight.float() + difference.to(weight.device)).bfloat16())
+def _same_shape(name: str, weight: Tensor, value: Tensor) -> None:
+    if weight.shape != value.shape:
+        raise InputError(f"the delta's shape of {name} does not fit the base model")

@@ -14,7 +14,12 @@ def adapt(model: PreTrainedModel) -> Adapter:
     for family in FAMILIES:
         if model.config.model_type in family.model_types:
             return family(model)
-    supported = ", ".join(kind for family in FAMILIES for kind in family.model_types)
     raise InputError(
-        f"model type {model.config.model_type!r} is not supported (supported: {supported})"
+        f"model type {model.config.model_type!r} is not supported"
+        f" (supported: {', '.join(supported_types())})"
     )
+
+
+def supported_types() -> tuple[str, ...]:
+    """Model types that some adapter claims."""
+    return tuple(kind for family in FAMILIES for kind in family.model_types)

@@ -70,10 +70,14 @@ class Gqa:
                 raise InputError(f"{name} is set in the model's config and is not supported")
         self._model: Any = model
         self.rotary = Rotary.of(self._model.model.rotary_emb, config)
+        shapes = [_shape(module, config) for module in self._model.model.layers]
+        self.settings = f"{config.hidden_act} {config.rms_norm_eps!r} " + " ".join(
+            f"{shape.scale!r}/{shape.horizon}" for shape in shapes
+        )
         self.context_length = int(config.max_position_embeddings)
         self.device, self.dtype = model.device, model.dtype
         self.layers: Sequence[Layer] = [
-            GqaLayer(module, _shape(module, config)) for module in self._model.model.layers
+            GqaLayer(*pair) for pair in zip(self._model.model.layers, shapes, strict=True)
         ]
 
     def embed(self, token_ids: Int[Tensor, "row"]) -> Float[Tensor, "row hidden"]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +21,7 @@ from redknot.models.adapter import Adapter
 from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.delta import Delta
 from redknot.models.embedded import ALIASES, NAME, embedded_gguf
-from redknot.models.families import adapt
+from redknot.models.families import adapt, supported_types
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,13 +59,14 @@ def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> Loade
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(**source)
+        _check_theta(source, config)
         if delta is not None:
             delta.configure(config)
         hf = _build(source, config, options)
         tokenizer = _tokenizer(source, options)
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"cannot open model {model}: {str(error).splitlines()[0]}") from error
     if delta is not None:
         delta.apply(hf)
@@ -98,6 +100,18 @@ def _source(model: str | Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(model)}
 
 
+def _check_theta(source: dict[str, Any], config: PretrainedConfig) -> None:
+    """A config file must state its rotary base: a default may be 100 times off."""
+    if "gguf_file" in source or config.model_type not in supported_types():
+        return
+    raw, _ = PretrainedConfig.get_config_dict(source["pretrained_model_name_or_path"])
+    places = (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {})
+    if not any("rope_theta" in place for place in places):
+        raise InputError(
+            "the model's config has no rope_theta; state it (Llama 1 and 2 were trained with 10000)"
+        )
+
+
 def _build(source: dict[str, Any], config: PretrainedConfig, options: LoadOptions) -> Any:
     dtype = DTYPES.get(options.dtype)
     if dtype is None:
@@ -105,7 +119,12 @@ def _build(source: dict[str, Any], config: PretrainedConfig, options: LoadOption
     if options.load_format == "dummy":
         with torch.device(options.device):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=dtype)
+    hf, info = AutoModelForCausalLM.from_pretrained(
+        **source, config=config, dtype=dtype, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        raise InputError(f"the checkpoint lacks {', '.join(sorted(info['missing_keys'])[:3])}")
+    return hf
 
 
 def _tokenizer(source: dict[str, Any], options: LoadOptions) -> PreTrainedTokenizerBase:

@@ -45,11 +45,14 @@ def plan_flops(
     shapes: Sequence[LayerShape],
     prefill: Sequence[tuple[Reach, ...]],
     decode: Sequence[tuple[Reach, ...]],
+    *,
     prefix: int = 0,
+    pruned: bool = True,
 ) -> Flops:
     """FLOPs from the request's token ids to the first token's logits, output head left out.
 
-    The first ``prefix`` tokens count as cached, whether the plan computes them or not.
+    The first ``prefix`` tokens count as cached, whether the plan computes them or not. Without
+    ``pruned`` all rows finish the last layer, as in the unmodified model.
 
     ``prefill`` and ``decode`` give the reach of every group by layer for rows before and from
     ``layout.context_end``. Probe, relocation and question are counted. In the last layer only the
@@ -57,7 +60,7 @@ def plan_flops(
     """
     total = Flops()
     for index, (shape, layer) in enumerate(zip(shapes, plan.layers, strict=True)):
-        last = index == len(shapes) - 1
+        last = pruned and index == len(shapes) - 1
         layer = _behind(layer, prefix)
         total += layer_flops(layer, layout, shape, prefill[index], decode[index], last=last)
         total += Flops(relocation=RELOCATION_FLOPS * _relocated(layout, shape))

@@ -50,6 +50,8 @@ def chunk(
 
 def _border_candidates(token_ids: Int[Tensor, "token"], mean_gap: int) -> np.ndarray:
     """Positions before which a border may stand: one in ``mean_gap`` on average."""
+    if len(token_ids) < WIDTH:
+        return np.empty(0, dtype=np.int64)
     mixed = token_ids.to(torch.int64).numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

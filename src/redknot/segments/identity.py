@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -15,6 +16,8 @@ class Namespace:
 
     weights: str
     "Fingerprint of the weights, adapters and quantisation included."
+    settings: str
+    "Config that shapes state besides weights and rotary angles."
     rotary: str
     dtype: str
     anchor: tuple[int, ...]
@@ -27,9 +30,9 @@ class Namespace:
         """SHA-256 of an unambiguous encoding: every field stands behind its length."""
         digest = hashlib.sha256()
         anchor = b"".join(token.to_bytes(8, "little") for token in self.anchor)
-        fields = (self.weights, self.rotary, self.dtype, self.state, self.salt, kind)
+        fields = (self.weights, self.settings, self.rotary, self.dtype, self.state, self.salt, kind)
         encoded = [FORMAT, anchor, *(field.encode() for field in fields)]
-        for part in (*encoded, token_ids.to("cpu").contiguous().numpy().tobytes()):
+        for part in (*encoded, token_ids.to("cpu", torch.int64).contiguous().numpy().tobytes()):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
         return digest.digest()

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from redknot.recovery import Layout
 from redknot.segments.identity import Namespace
@@ -44,6 +46,14 @@ class StateShape:
     groups: int
     dim: int
     dtype: torch.dtype
+
+    def refuses(self, state: SegmentState, token_ids: Int[Tensor, "token"]) -> str:
+        """Why ``state`` is not the state of ``token_ids``; empty if it is."""
+        if not torch.equal(state.token_ids, token_ids):
+            return "the stored tokens are others"
+        if not state.fits((self.layers, self.groups, self.dim), self.dtype):
+            return "the stored state is not whole"
+        return ""
 
 
 def look_up(
@@ -87,8 +97,5 @@ def _find(
     state = store.get(namespace.key("segment", token_ids))
     if state is None:
         return None, "not stored"
-    if not torch.equal(state.token_ids, token_ids):
-        return None, "the stored tokens are others"
-    if not state.fits((shape.layers, shape.groups, shape.dim), shape.dtype):
-        return None, "the stored state is not whole"
-    return state, ""
+    doubt = shape.refuses(state, token_ids)
+    return (None, doubt) if doubt else (state, "")

@@ -42,5 +42,5 @@ class Prompt:
         """A prompt whose spans the caller knows; the probe defaults to what follows them."""
         ids = torch.tensor(token_ids, dtype=torch.int64)
         end = max((stop for _, stop in spans), default=0)
-        start = max(end, len(token_ids) - 128)
+        start = min(max(end, len(token_ids) - 128), len(token_ids) - 1)
         return cls(ids, tuple(Span(*span) for span in spans), probe or (start, len(token_ids)))

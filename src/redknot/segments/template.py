@@ -35,6 +35,8 @@ class PromptTemplate:
     document: str = "Document: {title}\n{text}\n\n"
     "What follows a document belongs to its segment, so that nothing stands between two of them."
     question: str = "Question: {question}\nAnswer with only a few words."
+    closing: str = "Answer with only a few words."
+    "Ends the user message where no question does, so that a document never stands last."
     answer: str = "Answer:"
     question_first: bool = False
 
@@ -78,8 +80,6 @@ class Tokeniser:
                 title = document.title if isinstance(document, Document) else ""
                 spans.append(Span(start, stop, title))
         probe = _inside(offsets, rendered.question)
-        if probe[0] == probe[1]:  # no question: what follows the documents asks
-            probe = (max((span.stop for span in spans), default=0), len(ids))
         probe = (max(probe[0], probe[1] - MAX_PROBE_TOKENS), probe[1])
         return Prompt(ids, tuple(spans), probe)
 
@@ -122,9 +122,10 @@ class Tokeniser:
         for document in documents:
             ranges.append((len(text), len(text) + len(document)))
             text += document
-        if asked and not template.question_first:
-            asked_at = (len(text), len(text) + len(asked))
-            text += asked
+        ends = asked if asked and not template.question_first else template.closing
+        if ends is asked or not asked:
+            asked_at = (len(text), len(text) + len(ends))
+        text += ends
         return _Rendered(text + tail + template.answer, ranges, asked_at)
 
     def _around_user(self, system: str | None) -> tuple[str, str]:
@@ -143,7 +144,7 @@ class Tokeniser:
             )
         except TemplateError as error:
             raise InputError(f"the model's chat template refuses the request: {error}") from error
-        head, _, tail = rendered.partition(mark)
+        head, _, tail = rendered.rpartition(mark)  # the last: a system message may hold it
         return head, tail
 
     def _encode(self, text: str) -> tuple[torch.Tensor, list[tuple[int, int]]]:

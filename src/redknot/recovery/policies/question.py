@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from redknot.recovery.layout import Layout
-from redknot.recovery.policy import Policy, Windows, fraction
+from redknot.recovery.policy import Policy, fraction
 from redknot.recovery.ranking import top_count, top_share
 from redknot.recovery.signals import Signals
 
@@ -45,14 +45,14 @@ class QuestionDrop(Policy):
     """A shrinking set: ``first`` of the stored tokens, from depth ``until`` on only ``then``.
 
     Layer l ranks by the attention in layers >= l, since that is where its state will be read. A
-    token that leaves keeps its reused K/V from there on.
+    token that leaves keeps its reused K/V from there on. The defaults spend 0.30 of dense's FLOPs
+    on prompts of 5K tokens of the embedded model.
     """
 
-    first: float = 0.4
-    then: float = 0.2
+    first: float = 0.34
+    then: float = 0.17
     until: float = 1 / 3
     "Share of the depth."
-    windows: Windows = Windows.CONTEXT
 
     name: ClassVar = "question_drop"
     uses_probe: ClassVar = True
@@ -88,6 +88,5 @@ class LayerDrop(QuestionDrop):
 
     first: float = 1.0
     then: float = 0.3
-    windows: Windows = Windows.NONE
 
     name: ClassVar = "layer_drop"
