@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from redknot.models.embedded import embedded_gguf
 
 TASKS = ("which_doc", "hop2", "hop3", "multivalue", "reverse", "quote")
-LENGTHS = (2048, 2048, 3072, 3072, 4096)
+LENGTHS = (2048, 2048, 2048, 3072, 4096)
 
 
 def rows(generator: Path, books: Path, per_task: int, seed: int) -> list[dict[str, object]]:

@@ -109,7 +109,7 @@ class Executor:
         mass = None
         if policy.uses_probe and len(layout.stored):
             with stages.stage("probe"):
-                mass = probe_mass(self.adapter, cache, token_ids, layout)
+                mass = probe_mass(self.adapter, cache, token_ids, layout, self.settings.row_block)
         with stages.stage("recover"):
             groups = global_groups(self.shapes, head_map)
             trip = self._trip(cache, sight, recorder)
@@ -155,7 +155,7 @@ class Executor:
 
     def dense_flops(self, layout: Layout) -> Flops:
         """What the unmodified model spends on the same prompt behind its common prefix."""
-        bare = layout.limited(exact=False, segments=False)
+        bare = layout.limited(exact=0, segments=False)
         whole = Visibility.of(self.shapes, 0)
         plan = simulate(Dense(), bare, len(self.shapes), global_groups(self.shapes, None))
         return plan_flops(

@@ -1,6 +1,7 @@
 """The question pass: which context tokens does the probe attend to?"""
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -14,7 +15,11 @@ from redknot.recovery.layout import Layout
 
 
 def probe_mass(
-    adapter: Adapter, cache: PromptCache, token_ids: Int[Tensor, "token"], layout: Layout
+    adapter: Adapter,
+    cache: PromptCache,
+    token_ids: Int[Tensor, "token"],
+    layout: Layout,
+    row_block: int | None = None,
 ) -> Float[Tensor, "layer group token"]:
     """Run all tokens without stored state over the relocated cache and score the probe's rows.
 
@@ -23,7 +28,7 @@ def probe_mass(
     cache must have room for it.
     """
     shapes = [layer.shape for layer in adapter.layers]
-    trip = Trip(cache, Visibility.of(shapes, 0))
+    trip = Trip(cache, Visibility.of(shapes, 0), row_block)
     positions = question_rows(layout)
     ids, start, stop = token_ids, *layout.probe
     if not layout.probe_follows_context:
@@ -37,7 +42,11 @@ def probe_mass(
     for index, layer in enumerate(adapter.layers):
         attended, query = attention(trip, index, layer, placed, hidden)
         seen = cache.keys[index, :, : probe.last + 1]
-        masses.append(column_mass(query[:, first:last], seen, probe, scale=layer.shape.scale))
+        shape = layer.shape
+        masses.append(
+            column_mass(query[:, first:last], seen, probe, scale=shape.scale, horizon=shape.horizon)
+        )
         if index < len(adapter.layers) - 1:
             hidden = finish(layer, hidden, attended)
-    return torch.stack(masses)[..., : layout.num_tokens].cpu()
+    mass = torch.stack(masses)[..., : layout.num_tokens].cpu()
+    return F.pad(mass, (0, layout.num_tokens - mass.shape[-1]))

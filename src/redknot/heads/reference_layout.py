@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from redknot.heads.rules import HeadClass, HeadRule, LayerRules
 
 # `retrieval` (top-p) is read as global until it is specified and measured.
@@ -17,19 +19,31 @@ CLASSES = {
 }
 
 
+class ReferenceLayout(msgspec.Struct, frozen=True):
+    """The arrays that matter, by layer and head; other fields are ignored."""
+
+    kv_head_classification: list[list[str]]
+    kv_head_max_distance: list[list[int]]
+    kv_head_sink_size: list[list[int]]
+    dense_prefix_layers: int | None = None
+
+
 def read_reference_layout(raw: dict[str, Any]) -> LayerRules:
     """Rules from ``kv_head_classification``, ``kv_head_max_distance``, ``kv_head_sink_size``.
 
     A distance of -1 or 0 means no limit. Layers of ``dense_prefix_layers`` become dense. Missing or
     ragged arrays, unknown classes and local heads without a distance raise ValueError.
     """
-    classes = raw["kv_head_classification"]
-    distances: Any = raw.get("kv_head_max_distance")
-    sinks: Any = raw.get("kv_head_sink_size")
+    try:
+        layout = msgspec.convert(raw, ReferenceLayout)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    classes, distances = layout.kv_head_classification, layout.kv_head_max_distance
+    sinks = layout.kv_head_sink_size
     for name, rows in (("kv_head_max_distance", distances), ("kv_head_sink_size", sinks)):
-        if rows is None or [len(row) for row in rows] != [len(row) for row in classes]:
-            raise ValueError(f"{name} is missing or has another shape than kv_head_classification")
-    dense_prefix = int(raw.get("dense_prefix_layers", 0) or 0)
+        if [len(row) for row in rows] != [len(row) for row in classes]:
+            raise ValueError(f"{name} has another shape than kv_head_classification")
+    dense_prefix = layout.dense_prefix_layers or 0
     return tuple(
         tuple(
             HeadRule(head_class=HeadClass.DENSE) if layer < dense_prefix else _rule(*head)
@@ -46,4 +60,4 @@ def _rule(name: str, distance: int, sink: int) -> HeadRule:
         return HeadRule(head_class=CLASSES[name])
     if distance <= 0:
         raise ValueError("a local head needs a distance above zero")
-    return HeadRule.local(int(distance), int(sink))
+    return HeadRule.local(distance, sink)

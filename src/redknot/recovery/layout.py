@@ -60,11 +60,11 @@ class Layout:
         """Whether the question pass itself runs the probe rows after all segments."""
         return self.probe[0] >= self.context_end
 
-    def limited(self, *, exact: bool, segments: bool) -> "Layout":
-        """The same prompt with less known of it."""
+    def limited(self, *, exact: int, segments: bool) -> "Layout":
+        """The same prompt with ``exact`` known first tokens, and with or without its segments."""
         return Layout(
             num_tokens=self.num_tokens,
-            exact=self.exact if exact else 0,
+            exact=exact,
             segments=self.segments if segments else (),
             context_end=self.context_end,
             probe=self.probe,

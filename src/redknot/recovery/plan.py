@@ -118,12 +118,27 @@ class Plan:
             raise InputError(f"{path}: {error.strerror or error}") from error
         except (msgspec.DecodeError, ValueError) as error:
             raise InputError(f"{path}: not a plan: {error}") from error
+        try:
+            return cls._restored(saved)
+        except ValueError as error:
+            raise InputError(f"{path}: not a plan: {error}") from error
+
+    @classmethod
+    def _restored(cls, saved: SavedPlan) -> "Plan":
+        if saved.version != 1:
+            raise ValueError(f"version {saved.version}, this release reads 1")
+        ends = [0, *(border for runs in saved.row_sets for run in runs for border in run)]
+        if max(ends) > saved.num_tokens:
+            raise ValueError("it has rows beyond its prompt")
         sets = [_positions(runs) for runs in saved.row_sets]
         layers = tuple(_restore(layer, sets) for layer in saved.layers)
         return cls(saved.policy, saved.num_tokens, layers, saved.probe_rows)
 
 
 def _restore(saved: SavedLayer, sets: list[Tensor]) -> LayerPlan:
+    used = [saved.active, *(saved.publish or []), *([] if saved.ffn is None else [saved.ffn])]
+    if not all(0 <= index < len(sets) for index in used):
+        raise ValueError("it names a set of rows that it does not hold")
     active = sets[saved.active]
     publish = None
     if saved.publish is not None:
@@ -142,6 +157,9 @@ def _runs(positions: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _positions(runs: list[tuple[int, int]]) -> Tensor:
+    borders = [border for run in runs for border in run]
+    if borders != sorted(set(borders)) or any(border < 0 for border in borders):
+        raise ValueError("its runs of rows do not ascend")
     parts = [torch.arange(start, stop) for start, stop in runs]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 

@@ -62,7 +62,8 @@ class Policy:
 
     def view(self, layout: Layout) -> Layout:
         """The part of what is known that this policy takes over."""
-        return layout.limited(exact=self.takes_exact, segments=self.takes_segments)
+        exact = layout.exact if self.takes_exact else 0
+        return layout.limited(exact=exact, segments=self.takes_segments)
 
     def keep(
         self,
@@ -126,5 +127,14 @@ def fraction(value: float, name: str) -> None:
         raise ValueError(f"{name} must be between 0 and 1, not {value!r}")
 
 
+def count(value: int, name: str, least: int = 0) -> None:
+    """Raise ValueError unless ``value`` is a whole number from ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number from {least}, not {value!r}")
+
+
 def _show(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)

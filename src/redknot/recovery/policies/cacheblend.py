@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from redknot.recovery.layout import Layout
-from redknot.recovery.policy import Policy, fraction
+from redknot.recovery.policy import Policy, count, fraction
 from redknot.recovery.ranking import top_share
 from redknot.recovery.signals import Signals
 
@@ -26,8 +26,7 @@ class CacheBlend(Policy):
     def check(self) -> None:
         """Share in [0, 1], a layer from 1."""
         fraction(self.share, "share")
-        if isinstance(self.check_layer, bool) or self.check_layer < 1:
-            raise ValueError(f"check_layer must be 1 or more, not {self.check_layer!r}")
+        count(self.check_layer, "check_layer", least=1)
 
     def ranks_by_deviation(self, layer: int) -> bool:
         """At the check layer."""

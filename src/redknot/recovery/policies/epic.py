@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from redknot.recovery.layout import Layout
-from redknot.recovery.policy import Policy
+from redknot.recovery.policy import Policy, count
 from redknot.recovery.signals import Signals
 
 
@@ -22,8 +22,7 @@ class Epic(Policy):
 
     def check(self) -> None:
         """Whole numbers from 0."""
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
-            raise ValueError(f"k must be a whole number of tokens, not {self.k!r}")
+        count(self.k, "k")
 
     def keep(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from redknot.recovery.layout import Layout
 from redknot.recovery.policies.dense import Dense
-from redknot.recovery.policy import History, Windows, fraction
+from redknot.recovery.policy import History, Windows, count, fraction
 from redknot.recovery.ranking import top_count, top_share
 from redknot.recovery.signals import Signals
 
@@ -61,8 +61,8 @@ class RedKnot(Dense):
         fraction(self.share, "share")
         if self.signal not in ("output", "question"):
             raise ValueError(f"signal must be output or question, not {self.signal!r}")
-        if self.dense_until < 0 or self.recent < 0:
-            raise ValueError("dense_until and recent must be 0 or more")
+        count(self.dense_until, "dense_until")
+        count(self.recent, "recent")
 
     def feed(
         self,
@@ -73,9 +73,9 @@ class RedKnot(Dense):
         signals: Signals,
     ) -> Int[Tensor, "some"] | None:
         """Context rows that carry the importance, the recent ones and all that is not stored."""
-        if layer < self.dense_until:
-            return None
         among = layout.reusable[rows].nonzero().flatten()
+        if layer < self.dense_until or not len(among):
+            return None
         if self.signal == "question":
             importance = signals.probe_mass()[layer:].sum((0, 1))[rows]
         else:

@@ -43,6 +43,8 @@ def parse_policy(text: str) -> Policy:
         key, separator, value = option.partition("=")
         if not separator or key not in types:
             raise InputError(f"policy {name} has no option {option!r} (has: {', '.join(types)})")
+        if key in values:
+            raise InputError(f"policy {name}: option {key} stands twice")
         try:
             values[key] = msgspec.convert(value, types[key], strict=False)
         except msgspec.ValidationError as error:

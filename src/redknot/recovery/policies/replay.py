@@ -21,6 +21,11 @@ class Replay(Policy):
 
     name: ClassVar = "replay"
 
+    def view(self, layout: Layout) -> Layout:
+        """What was known when the plan was made: tokens that it computed are not taken over."""
+        first = int(self.plan.layers[0].active[0])
+        return layout.limited(exact=min(layout.exact, first), segments=True)
+
     def keep(
         self,
         layer: int,
