@@ -1,4 +1,4 @@
-"""A policy of one's own: recompute the last tokens of every segment, without touching the package."""
+"""A policy of one's own: recompute the last tokens of every segment."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

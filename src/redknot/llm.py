@@ -112,6 +112,8 @@ class LLM:
         self.policy = _as_policy(policy) if policy is not None else QuestionDrop()
         self.head_map = self._fitting(head_map)
         self._planner = Planner(self.session.executor) if planned else None
+        if self._planner is not None:
+            self._planner.calibrate()
 
     def segment(self, text: str | Document, title: str = "") -> Segment:
         """Build and store the state of a document now, so that the first request finds it."""

@@ -1,16 +1,14 @@
-"""Distances are zero for dense itself, answers are plain greedy decoding, and cold is cold."""
+"""Distances are zero for dense itself, answers are plain greedy decoding."""
 
 import pytest
 import torch
 from tests.execution.eager import lively_session, spanned
 from tests.tiny import random_ids
 
-from redknot.evaluation import EvalSettings, Row, evaluate
-from redknot.evaluation.data import RowDocument
 from redknot.evaluation.fidelity import fidelity, reference
 from redknot.execution import Prefilled
 from redknot.execution.session import Session
-from redknot.recovery.policies import Dense, parse_policies, parse_policy
+from redknot.recovery.policies import parse_policy
 from redknot.segments import Prompt
 
 MAX_TOKENS = 12
@@ -96,23 +94,3 @@ def test_distances_equal_their_definitions() -> None:
     assert found.gold_nll_change == pytest.approx(float(nll[0] - nll[1]), abs=eps)
     best = [set(one[0].topk(10).indices.tolist()) for one in (p, q)]
     assert found.top10 == pytest.approx(len(best[0] & best[1]) / 10)
-
-
-@pytest.mark.parametrize("planned", [True, False], ids=["planned", "as asked"])
-def test_cold_measurements_reuse_nothing(planned: bool) -> None:
-    """Neither segments nor what earlier policies on the same prompt have left."""
-    session = lively_session()
-    text = "a house of red stone stood by the river "
-    rows = [
-        Row("What of?", ("stone",), (RowDocument(text * 4, "A"), RowDocument(f"{n} {text}" * 4)))
-        for n in range(2)
-    ]
-    policies = [Dense(), *parse_policies("prefix,reuse,epic,question_drop")]
-    settings = EvalSettings(stored=False, planned=planned, answer_tokens=2, timing=False)
-    records = evaluate(session, rows, policies, None, settings)
-    assert len(records) == len(rows) * (len(policies) + 1)
-    dense = {one.id: one.flops_share for one in records if one.policy == "dense"}
-    assert {one.policy: one.flops_share - dense[one.id] for one in records} == {
-        name: 0 for name in ("floor", *(policy.describe() for policy in policies))
-    }
-    assert not session.store.keys()

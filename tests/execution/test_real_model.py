@@ -2,7 +2,6 @@
 
 import json
 import statistics
-from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
-def compared() -> Iterator[list[list[Comparison]]]:
+def compared() -> list[list[Comparison]]:
     """Dense, plain reuse and the default policy on each prompt."""
     session, documents = Session(load_model("embedded")), _documents()
     orders = list(permutations(range(len(documents)), 3))[:: 120 // len(QUESTIONS)]
@@ -42,7 +41,7 @@ def compared() -> Iterator[list[list[Comparison]]]:
     for question, order in zip(QUESTIONS, orders, strict=True):
         prompt = session.tokeniser.prompt([documents[index] for index in order], question)
         found.append(compare(session, prompt, [Dense(), Reuse(), QuestionDrop()], None, 16))
-    yield found
+    return found
 
 
 def test_the_default_stays_within_four_standard_errors_of_its_measured_agreement(

@@ -136,7 +136,7 @@ def test_flops_of_other_families_are_counted(family: str, name: str) -> None:
 
 def test_dense_flops_are_those_of_the_unmodified_model() -> None:
     session, prompt = prepared()
-    dense, hf = session.executor.dense_flops(session.look_up(prompt).layout), session.model.hf
+    dense, hf = session.prefill(prompt, Dense()).dense_flops, session.model.hf
     with torch.inference_mode(), counter() as counting:
         hf(prompt.token_ids[None], use_cache=False, logits_to_keep=1)
     counts = counting.get_flop_counts()["Global"]

@@ -133,7 +133,7 @@ class _Measurement:
         self._build(prompt)
         self._transformers(prompt)
         if self.settings.planned:
-            self.planner.rates  # noqa: B018 - calibrates
+            self.planner.calibrate()
         for policy in self.policies:
             self._prefill(prompt, policy)
 

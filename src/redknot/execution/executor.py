@@ -1,6 +1,8 @@
 """One executor for every policy: relocate, probe, recover."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +17,7 @@ from redknot.execution.retained import RetainedCache
 from redknot.execution.stages import Stages
 from redknot.execution.visibility import Visibility, global_groups
 from redknot.heads import HeadMap
-from redknot.models import Adapter
+from redknot.models import Adapter, LayerShape
 from redknot.recovery import Flops, Layout, Plan, Policy, plan_flops
 from redknot.recovery.policies import Dense
 from redknot.recovery.selection import simulate
@@ -33,7 +35,7 @@ class ExecutionSettings:
     "Rows of one attention call; None is what the device likes."
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Prefilled:
     """A prompt that is ready to decode."""
 
@@ -44,8 +46,10 @@ class Prefilled:
     "Of the first new token."
     plan: Plan
     layout: Layout
-    flops: Flops
-    dense_flops: Flops
+    "What the policy took over."
+    known: Layout
+    "What it could have taken over."
+    shapes: Sequence[LayerShape]
     seconds: dict[str, float]
     "By stage: relocate, probe, recover."
     beginning: SegmentState | None
@@ -64,6 +68,34 @@ class Prefilled:
         if windows == {None} or isinstance(self.cache, RetainedCache):
             return self
         return replace(self, cache=RetainedCache(self.prompt_cache, self.sight))
+
+    @cached_property
+    def flops(self) -> Flops:
+        """What was executed, the common prefix left out."""
+        return plan_flops(
+            self.plan,
+            self.layout,
+            self.shapes,
+            self.sight.prefill,
+            self.sight.decode,
+            prefix=self.known.common_prefix,
+        )
+
+    @cached_property
+    def dense_flops(self) -> Flops:
+        """What the unmodified model spends on the same prompt behind its common prefix."""
+        bare = self.known.limited(exact=0, segments=False)
+        whole = Visibility.of(self.shapes, 0)
+        plan = simulate(Dense(), bare, len(self.shapes), global_groups(self.shapes, None))
+        return plan_flops(
+            plan,
+            bare,
+            self.shapes,
+            whole.prefill,
+            whole.decode,
+            prefix=self.known.common_prefix,
+            pruned=False,
+        )
 
     @property
     def flops_share(self) -> float:
@@ -124,15 +156,8 @@ class Executor:
             logits=logits,
             plan=plan,
             layout=layout,
-            flops=plan_flops(
-                plan,
-                layout,
-                self.shapes,
-                sight.prefill,
-                sight.decode,
-                prefix=lookup.layout.common_prefix,
-            ),
-            dense_flops=self.dense_flops(lookup.layout),
+            known=lookup.layout,
+            shapes=self.shapes,
             seconds=stages.seconds,
             beginning=None if recorder is None else recorder.state,
         )
@@ -152,21 +177,6 @@ class Executor:
             hidden = finish(layer, hidden, attended)
         cache.length += len(token_ids)
         return self.adapter.logits(hidden)
-
-    def dense_flops(self, layout: Layout) -> Flops:
-        """What the unmodified model spends on the same prompt behind its common prefix."""
-        bare = layout.limited(exact=0, segments=False)
-        whole = Visibility.of(self.shapes, 0)
-        plan = simulate(Dense(), bare, len(self.shapes), global_groups(self.shapes, None))
-        return plan_flops(
-            plan,
-            bare,
-            self.shapes,
-            whole.prefill,
-            whole.decode,
-            prefix=layout.common_prefix,
-            pruned=False,
-        )
 
     def _trip(
         self,

@@ -35,7 +35,7 @@ class Decision:
 
 
 class Planner:
-    """Decides for one executor; calibrates at the first decision that needs it."""
+    """Decides for one executor; calibrates at the first decision, or when told to."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -54,9 +54,8 @@ class Planner:
             return Decision(Dense(), reason, asked, dense)
         return Decision(policy, "predicted to pay", asked, dense)
 
-    @property
-    def rates(self) -> Rates:
-        """What the calibration measured."""
+    def calibrate(self) -> Rates:
+        """What this machine does with this model, measured once."""
         if self._rates is None:
             self._rates = calibrate(self._executor)
         return self._rates
@@ -66,7 +65,7 @@ class Planner:
         groups = global_groups(shapes, head_map)
         plan = simulate(policy, layout, len(shapes), groups)
         sight = Visibility.of(shapes, layout.context_end, head_map, policy.windows)
-        return self.rates.seconds(
+        return self.calibrate().seconds(
             plan_flops(plan, layout, shapes, sight.prefill, sight.decode), plan
         )
 

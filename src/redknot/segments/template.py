@@ -1,6 +1,7 @@
 """From documents and a question to a prompt: rendered and tokenised once, spans by offsets."""
 
 import os.path
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,9 +167,6 @@ class Tokeniser:
 
 def _inside(offsets: list[tuple[int, int]], characters: tuple[int, int]) -> tuple[int, int]:
     """The tokens that lie wholly inside a character range; those across a border lie outside."""
-    inside = [
-        index
-        for index, (start, stop) in enumerate(offsets)
-        if characters[0] <= start < stop <= characters[1]
-    ]
-    return (inside[0], inside[-1] + 1) if inside else (0, 0)
+    first = bisect_left(offsets, characters[0], key=lambda token: token[0])
+    stop = bisect_right(offsets, characters[1], key=lambda token: token[1])
+    return (first, stop) if stop > first else (0, 0)

@@ -1,0 +1,143 @@
+"""From tokens to text: streams, stop strings, whole characters, sampling."""
+
+import pytest
+from tests.printable import printable_model
+
+from redknot import LLM, Document
+from redknot.execution.session import Session
+from redknot.llm import _Writer
+from redknot.recovery.policies import Dense
+
+DOCUMENT = Document("The bridge was built in 1904 of red stone. " * 4, "bridge")
+QUESTION = "When was the bridge built?"
+SAMPLED = {"temperature": 1.0, "seed": 5}
+
+
+def open_llm() -> LLM:
+    return LLM(printable_model(), head_map=None, policy=Dense())
+
+
+def written(text: str, *stop: str) -> tuple[list[str], _Writer]:
+    """Pieces of ``text`` written byte by byte, as the tokenizer cuts it."""
+    session = Session(printable_model())
+    writer, pieces = _Writer(session, stop), []
+    for token in session.model.tokenizer(text, add_special_tokens=False).input_ids:
+        pieces += writer.add(token)
+        if writer.stopped:
+            break
+    return pieces + list(writer.flush()), writer
+
+
+def test_pieces_of_a_stream_join_to_the_text() -> None:
+    llm = open_llm()
+    stream = llm.stream([DOCUMENT], QUESTION, max_tokens=20, **SAMPLED)
+    assert stream.result is None
+    pieces = list(stream)
+    assert len(pieces) > 5
+    assert "".join(pieces) == stream.result.text
+    whole = llm.generate([DOCUMENT], QUESTION, max_tokens=20, **SAMPLED)
+    assert (whole.text, whole.token_ids) == (stream.result.text, stream.result.token_ids)
+
+
+@pytest.mark.parametrize("size", [1, 3, 9])
+def test_a_stop_string_ends_the_answer_and_never_shows(size: int) -> None:
+    """SV-02: it stands across tokens, which are single characters here."""
+    llm = open_llm()
+    free = llm.generate([DOCUMENT], QUESTION, max_tokens=40, **SAMPLED).text
+    assert len(set(free)) > 10
+    stop = free[17 : 17 + size]
+    stream = llm.stream([DOCUMENT], QUESTION, max_tokens=40, stop=[stop, "\x00"], **SAMPLED)
+    pieces = list(stream)
+    assert "".join(pieces) == stream.result.text == free[: free.index(stop)]
+    assert stream.result.finish_reason == "stop"
+    assert len(stream.result.token_ids) == free.index(stop) + size
+
+
+@pytest.mark.parametrize("count", [1, 2, 13])
+def test_max_tokens_is_obeyed(count: int) -> None:
+    result = open_llm().generate([DOCUMENT], QUESTION, max_tokens=count)
+    assert len(result.token_ids) == len(result.text) == count
+    assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | {"top_p": 0.8}])
+def test_greedy_and_seeded_answers_repeat(options: dict[str, float]) -> None:
+    results = [open_llm().generate([DOCUMENT], QUESTION, **options) for _ in range(2)]
+    assert results[0].token_ids == results[1].token_ids
+
+
+def test_another_seed_gives_another_answer() -> None:
+    llm = open_llm()
+    answers = {
+        llm.generate([DOCUMENT], QUESTION, temperature=1.0, seed=seed).token_ids
+        for seed in (1, 2, None, None)
+    }
+    assert len(answers) == 4
+
+
+def test_a_tiny_nucleus_is_greedy() -> None:
+    llm = open_llm()
+    greedy = llm.generate([DOCUMENT], QUESTION, max_tokens=20)
+    sampled = llm.generate([DOCUMENT], QUESTION, max_tokens=20, temperature=1.0, top_p=1e-6)
+    assert sampled.token_ids == greedy.token_ids
+
+
+@pytest.mark.parametrize("stop", ["b", "abc", "bcabcabcd"])
+@pytest.mark.parametrize("text", ["xabcabcabcdy", "ab", "abcab", "aabcx", "xyz", "bcabcabc"])
+def test_the_writer_cuts_before_the_first_stop_string(text: str, stop: str) -> None:
+    pieces, writer = written(text, stop)
+    head, found, _ = text.partition(stop)
+    assert "".join(pieces) == writer.text == head
+    assert writer.stopped == bool(found)
+
+
+@pytest.mark.parametrize("stops", [("abcd", "bc"), ("bc", "abcd"), ("", "bc"), ("bc", "c")])
+def test_the_stop_string_that_is_complete_first_counts(stops: tuple[str, ...]) -> None:
+    pieces, _ = written("xabcde", *stops)
+    assert "".join(pieces) == "xa"
+
+
+def test_text_is_held_back_no_longer_than_it_must() -> None:
+    session = Session(printable_model())
+    writer = _Writer(session, ("abc",))
+    ids = session.model.tokenizer("xabyab", add_special_tokens=False).input_ids
+    assert ["".join(writer.add(token)) for token in ids] == ["x", "", "", "aby", "", ""]
+    assert list(writer.flush()) == ["ab"]
+
+
+@pytest.mark.parametrize(
+    "text", ["Příliš žluťoučký kůň", "🙂 and 👩\u200d👩\u200d👧", "naïve 🧭!", "日本"]
+)
+def test_characters_arrive_whole(text: str) -> None:
+    """SV-04: no replacement mark and no character in two pieces."""
+    pieces, writer = written(text)
+    assert "".join(pieces) == writer.text == text
+    assert "\ufffd" not in "".join(pieces)
+    assert len(pieces) == len(text)  # each piece is one character
+
+
+def test_a_stop_string_of_several_bytes_is_found() -> None:
+    pieces, writer = written("kůň 🙂 tam", "🙂")
+    assert "".join(pieces) == "kůň "
+    assert writer.stopped
+
+
+def test_a_character_cut_off_by_the_limit_is_left_out() -> None:
+    session = Session(printable_model())
+    writer, pieces = _Writer(session, ()), []
+    ids = session.model.tokenizer("a🙂", add_special_tokens=False).input_ids
+    for token in ids[:-1]:
+        pieces += writer.add(token)
+    assert [*pieces, *writer.flush()] == ["a"]
+    assert writer.token_ids == ids[:-1]
+
+
+def test_an_end_token_ends_the_answer_without_text() -> None:
+    session = Session(printable_model())
+    writer = _Writer(session, ("abc",))
+    ids = session.model.tokenizer("ab", add_special_tokens=False).input_ids
+    (end,) = session.model.end_token_ids
+    pieces = [piece for token in (*ids, end) for piece in writer.add(token)]
+    assert "".join([*pieces, *writer.flush()]) == "ab"
+    assert writer.stopped
+    assert writer.token_ids == [*ids, end]
