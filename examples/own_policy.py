@@ -1,9 +1,11 @@
 """A policy of one's own: recompute the last tokens of every segment."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from redknot import LLM, Document, Policy
+from torch import Tensor
+
+from redknot import LLM, Document, Policy, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,12 +16,12 @@ class Tails(Policy):
 
     name: ClassVar = "tails"
 
-    def keep(self, layer: int, num_layers: int, active: Any, layout: Any, signals: Any) -> Any:
+    def keep(self, stage: Stage) -> Tensor:
         """Decided at the first layer; later layers change nothing."""
-        if layer:
-            return active
-        mask = layout.reusable.clone()
-        for start, stop in layout.segments:
+        if stage.layer:
+            return stage.active
+        mask = stage.layout.reusable.clone()
+        for start, stop in stage.layout.segments:
             mask[start : max(start, stop - self.k)] = False
         return mask.nonzero().flatten()
 

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from jaxtyping import Int
 from tests.printable import printable_model
 from torch import Tensor
 
 import redknot
-from redknot import LLM, Document, InputError, Policy, PromptTemplate
+from redknot import LLM, Document, InputError, Policy, PromptTemplate, Stage
 from redknot.llm import Generation
-from redknot.recovery import Layout, Signals
 from redknot.recovery.policies import Dense
 from redknot.segments import MemoryStore
 
@@ -136,15 +134,8 @@ class EveryOther(Policy):
 
     name = "every_other"
 
-    def keep(
-        self,
-        layer: int,
-        num_layers: int,
-        active: Int[Tensor, "token"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "kept"]:
-        return active if layer else active[::2]
+    def keep(self, stage: Stage) -> Tensor:
+        return stage.active if stage.layer else stage.active[::2]
 
 
 def test_a_users_policy_runs_like_any_other() -> None:

@@ -3,7 +3,7 @@
 from redknot.errors import InputError
 from redknot.heads import HeadMap
 from redknot.llm import LLM, Generation, Segment, Stream
-from redknot.recovery import Layout, Policy, Signals
+from redknot.recovery import Layout, Policy, Signals, Stage
 from redknot.recovery.policies import (
     CacheBlend,
     Dense,
@@ -39,5 +39,6 @@ __all__ = [
     "Reuse",
     "Segment",
     "Signals",
+    "Stage",
     "Stream",
 ]

@@ -150,14 +150,22 @@ def test_a_sampling_option_out_of_range_is_refused(
 
 @pytest.mark.parametrize(
     "option",
-    ["--prompts=0", "--window=0", "--sink=-1", "--global-share=1.5", "--shares=-1", "--method=x"],
+    [
+        "--prompts=0",
+        "--prompts=1",
+        "--window=0",
+        "--sink=-1",
+        "--global-share=1.5",
+        "--shares=-1",
+        "--method=x",
+    ],
 )
 def test_a_profile_option_out_of_range_is_refused(
     option: str, folder: str, data: Path, tmp_path: Path, refused: Refused
 ) -> None:
     command = ["profile", folder, "--data", data, "--out", tmp_path / "map.json"]
     command += ["--min-tokens", "100", "--windows", "16"]
-    if not option.startswith("--prompts"):
+    if not option.startswith("--prompts="):
         command += ["--prompts", "2"]
     refused(*command, "--quality-prompts", "2", option)
 

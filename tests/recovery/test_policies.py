@@ -12,7 +12,7 @@ from redknot.execution import Prefilled
 from redknot.execution.session import Session
 from redknot.execution.visibility import global_groups
 from redknot.heads import HeadMap
-from redknot.recovery import Layout, Plan, Policy, Signals, Windows
+from redknot.recovery import Plan, Policy, Stage, Windows
 from redknot.recovery.policies import (
     POLICIES,
     CacheBlend,
@@ -143,10 +143,8 @@ class Thinning(Policy):
 
     name: ClassVar = "thinning"
 
-    def keep(
-        self, layer: int, num_layers: int, active: Tensor, layout: Layout, signals: Signals
-    ) -> Tensor:
-        return active[:: self.step] if layer in (0, 2) else active
+    def keep(self, stage: Stage) -> Tensor:
+        return stage.active[:: self.step] if stage.layer in (0, 2) else stage.active
 
 
 def test_a_policy_of_the_users_own_works() -> None:
@@ -172,10 +170,8 @@ def test_a_policy_of_the_users_own_works() -> None:
 )
 def test_a_policy_that_brings_tokens_back_is_refused(returned: Any) -> None:
     class Rising(Policy):
-        def keep(
-            self, layer: int, num_layers: int, active: Tensor, layout: Layout, signals: Signals
-        ) -> Tensor:
-            return active[:2] if layer == 0 else returned(layout)
+        def keep(self, stage: Stage) -> Tensor:
+            return stage.active[:2] if stage.layer == 0 else returned(stage.layout)
 
     with pytest.raises(ValueError, match="not active at layer 1"):
         executed(Rising())

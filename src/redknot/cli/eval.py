@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from redknot.cli.console import check_writable, console, write_json
+from redknot.cli.console import check_picture, check_writable, console, write_json
 from redknot.cli.options import Flat, MapOption, Paths, open_map, open_session
 from redknot.errors import InputError
 from redknot.evaluation import EvalSettings, evaluate, load_rows
@@ -52,7 +52,8 @@ def eval_(
     picture
         Write a picture of fidelity against FLOPs here (PNG or SVG).
     """
-    check_writable(json, rows, picture)
+    check_writable(json, rows)
+    check_picture(picture)
     if timing_only:
         if not settings.timing:
             raise InputError("--no-timing and --timing-only exclude each other")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from rich.table import Table
 
-from redknot.cli.console import check_writable, console, write_json
+from redknot.cli.console import check_picture, check_writable, console, write_json
 from redknot.cli.options import Flat, Paths, open_session
 from redknot.evaluation import load_rows
 from redknot.models.loading import LoadOptions
@@ -42,7 +42,9 @@ def profile_(
     tokens_picture
         Write a picture of the union of important tokens over heads, by depth, here.
     """
-    check_writable(out, json, picture, tokens_picture)
+    check_writable(out, json)
+    check_picture(picture)
+    check_picture(tokens_picture)
     rows = load_rows(data)
     session = open_session(model, load)
     head_map, report = profile(session, rows, settings)

@@ -39,7 +39,7 @@ def load_rows(files: Sequence[Path]) -> list[Row]:
     rows = []
     for path in files:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise InputError(f"{path}: {reason}") from error
@@ -57,10 +57,17 @@ def _parse(line: str, place: str, dataset: str) -> Row:
     except msgspec.DecodeError as error:
         raise InputError(f"{place}: malformed row: {error}") from error
     documents = tuple(document for document in row.documents if document.text.strip())
-    if not documents or not row.question.strip():
-        raise InputError(f"{place}: malformed row: it has no question or no document with text")
+    answers = tuple(answer for answer in row.answers if answer.strip())
+    if not documents or not answers or not row.question.strip():
+        raise InputError(
+            f"{place}: malformed row: it has no question, no answer or no document with text"
+        )
     return msgspec.structs.replace(
-        row, documents=documents, dataset=row.dataset or dataset, id=row.id or place
+        row,
+        documents=documents,
+        answers=answers,
+        dataset=row.dataset or dataset,
+        id=row.id or place,
     )
 
 

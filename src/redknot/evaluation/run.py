@@ -19,7 +19,7 @@ from redknot.execution.session import Session
 from redknot.heads import HeadMap, retained_share
 from redknot.recovery import Policy
 from redknot.recovery.policies import Dense
-from redknot.segments import Prompt
+from redknot.segments import Prompt, SegmentState
 
 TOKENS_PER_WORD = 1.45  # of English prose and the embedded model's tokenizer, titles included
 
@@ -55,6 +55,10 @@ class EvalSettings:
     planned: bool = False
     "Whether the planner may run dense instead of a policy."
     seed: str = "redknot"
+
+    def __post_init__(self) -> None:
+        if self.answer_tokens < 1 or self.min_tokens < 1:
+            raise InputError("answer_tokens and min_tokens must be 1 or more")
 
 
 def evaluate(
@@ -95,7 +99,7 @@ def prepare(
     for index, row in enumerate(interleave(rows)):
         if taken == settings.limit:
             return
-        if not row.answers or len(row.answers[0]) > settings.max_answer_chars:
+        if len(row.answers[0]) > settings.max_answer_chars:
             continue
         if settings.pad_tokens:
             tokens = settings.pad_tokens[index % len(settings.pad_tokens)]
@@ -126,6 +130,7 @@ class _Measurement:
         # Another kernel path: masked blocks of an odd size instead of the fused causal call.
         self.planner = Planner(session.executor)
         self._measured = 0
+        self._beginning: SegmentState | None = None
         self.other_path = Executor(adapter, ExecutionSettings(row_block=208))
 
     def warm_up(self, prompt: Prompt) -> None:
@@ -161,16 +166,22 @@ class _Measurement:
 
     def _build(self, prompt: Prompt) -> None:
         """Known state: all segments and what stands before them, or nothing."""
+        self.session.forget(segments=not self.settings.stored)
+        self._beginning = None
         if not self.settings.stored:
-            self.session.forget()
             return
         self.session.build_missing(prompt)
         first = prompt.spans[0].start if prompt.spans else 0
         if self.session.look_up(prompt).layout.exact < first:
             self.session.prefill(prompt, Dense())
+        self._beginning = self.session.look_up(prompt).exact
 
     def _prefill(self, prompt: Prompt, policy: Policy) -> Prefilled:
+        """One policy; it finds what `_build` left, and nothing that another policy has added."""
         room = 2 * self.settings.answer_tokens
+        self.session.forget(segments=False)
+        if self._beginning is not None:
+            self.session.remember(self._beginning)
         start = time.perf_counter()
         lookup = self.session.look_up(prompt)
         if self.settings.planned:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
+from redknot.errors import InputError
 from redknot.execution.executor import Executor, Prefilled
 
 
@@ -23,7 +24,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"max_tokens from 1, temperature from 0, top_p in (0, 1]: {self}")
+            raise InputError(f"max_tokens from 1, temperature from 0, top_p in (0, 1]: {self}")
 
 
 def decode(

@@ -1,6 +1,7 @@
 """The recovery pass: rows flow as a policy says, and the executed plan is written down."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,7 +13,7 @@ from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.models import Adapter, Layer
 from redknot.recovery import LayerPlan, Layout, Plan, Policy
 from redknot.recovery.flops import question_rows
-from redknot.recovery.policy import History
+from redknot.recovery.policy import Stage
 from redknot.recovery.selection import select, with_fresh
 
 
@@ -63,7 +64,6 @@ class Recovery:
         self._adapter, self._policy, self._layout = adapter, policy, layout
         self._cache, self._trip = cache, trip
         self._token_ids = token_ids.to(adapter.device)
-        self._global_groups = global_groups
         self._signals = RequestSignals(mass, global_groups)
         self._chunks: list[list[LayerPlan]] = []
 
@@ -73,27 +73,24 @@ class Recovery:
         Returns the last row's output of the last layer. Chunks must come in order and end with the
         prompt; only policies that are not adaptive may run in more than one.
         """
-        num_layers = len(self._adapter.layers)
-        active = self._layout.stored
-        placed = self._place(active, start, stop)
+        stage = self._first_stage(start, stop)
+        placed = Placed.at(self._adapter, stage.rows)
         hidden = self._adapter.embed(self._token_ids[placed.rows.device])
-        skipped = torch.zeros(self._layout.num_tokens, dtype=torch.bool)
         layers: list[LayerPlan] = []
         for index, layer in enumerate(self._adapter.layers):
+            stage = replace(stage, layer=index)
             self._signals.ranked = 0
             self._signals.measure_deviation = partial(self._deviation, index, layer, placed, hidden)
-            kept = select(self._policy, index, num_layers, active, self._layout, self._signals)
-            if kept is not active:
-                active, before = kept, placed
-                placed = self._place(active, start, stop)
+            kept = select(self._policy, stage)
+            if kept is not stage.active:
+                stage = replace(stage, active=kept, rows=self._rows(kept, start, stop))
+                before, placed = placed, Placed.at(self._adapter, stage.rows)
                 hidden = hidden[torch.searchsorted(before.rows.device, placed.rows.device)]
-            rows = placed.rows.host
-            if not len(rows):  # a chunk whose tokens have all left
-                layers.append(LayerPlan(rows))
+            if not len(stage.rows):  # a chunk whose tokens have all left
+                layers.append(LayerPlan(stage.rows))
                 continue
-            history = History(skipped, self._global_groups[index])
-            publish = self._policy.publish(index, rows, self._layout, history)
-            last = index == num_layers - 1
+            publish = self._policy.publish(stage)
+            last = index == stage.num_layers - 1
             attended, _ = attention(
                 self._trip, index, layer, placed, hidden, publish=publish, tail=1 if last else None
             )
@@ -101,11 +98,11 @@ class Recovery:
             if last:
                 hidden = finish(layer, hidden[-1:], attended)
             else:
-                fed = self._feed(index, rows, attended)
-                hidden = finish(layer, hidden, attended, _indices(rows, fed, hidden))
+                fed = self._feed(stage, attended)
+                hidden = finish(layer, hidden, attended, _indices(stage.rows, fed, hidden))
             if fed is not None:
-                skipped[rows[~torch.isin(rows, fed)]] = True
-            layers.append(LayerPlan(rows, fed, publish, self._signals.ranked))
+                stage.skipped[stage.rows[~torch.isin(stage.rows, fed)]] = True
+            layers.append(LayerPlan(stage.rows, fed, publish, self._signals.ranked))
         self._chunks.append(layers)
         return hidden
 
@@ -115,17 +112,28 @@ class Recovery:
         layers = tuple(_join(parts) for parts in zip(*self._chunks, strict=True))
         return Plan(self._policy.describe(), self._layout.num_tokens, layers, probe)
 
-    def _place(self, active: Int[Tensor, "token"], start: int, stop: int) -> Placed:
+    def _first_stage(self, start: int, stop: int) -> Stage:
+        layout = self._layout
+        return Stage(
+            layer=0,
+            num_layers=len(self._adapter.layers),
+            layout=layout,
+            signals=self._signals,
+            active=layout.stored,
+            rows=self._rows(layout.stored, start, stop),
+            skipped=torch.zeros(layout.num_tokens, dtype=torch.bool),
+        )
+
+    def _rows(self, active: Int[Tensor, "token"], start: int, stop: int) -> Int[Tensor, "row"]:
         rows = with_fresh(active, self._layout)
-        return Placed.at(self._adapter, rows[(rows >= start) & (rows < stop)])
+        return rows[(rows >= start) & (rows < stop)]
 
     def _feed(
-        self, index: int, rows: Int[Tensor, "row"], attended: Float[Tensor, "row query_head*dim"]
+        self, stage: Stage, attended: Float[Tensor, "row query_head*dim"]
     ) -> Int[Tensor, "some"] | None:
         """Positions of the rows that run the FFN; None is all."""
         self._signals.measure_output = lambda: attended.float().norm(dim=-1).cpu()
-        num_layers = len(self._adapter.layers)
-        return self._policy.feed(index, num_layers, rows, self._layout, self._signals)
+        return self._policy.feed(stage)
 
     def _deviation(
         self, index: int, layer: Layer, placed: Placed, hidden: Float[Tensor, "row hidden"]

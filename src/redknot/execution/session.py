@@ -84,11 +84,15 @@ class Session:
             self.build(torch.tensor(text))
         return len(texts)
 
-    def forget(self) -> None:
-        """Empty the store and the known beginnings."""
-        for key in self.store.keys():  # noqa: SIM118 - a store is no dict
-            self.store.delete(key)
+    def forget(self, *, segments: bool = True) -> None:
+        """Forget the known beginnings of prompts, and all stored segments too."""
         self.prefixes = ExactPrefixes()
+        for key in self.store.keys() if segments else ():
+            self.store.delete(key)
+
+    def remember(self, beginning: SegmentState) -> None:
+        """Keep the exact state of a prompt's first tokens for prompts that begin alike."""
+        self.prefixes.put(self.namespace.key("exact", beginning.token_ids), beginning)
 
     def prefill(
         self,
@@ -114,8 +118,7 @@ class Session:
             prompt.token_ids, lookup, policy, head_map, room=room, keep_beginning=keep
         )
         if prefilled.beginning is not None:
-            ids = prefilled.beginning.token_ids
-            self.prefixes.put(self.namespace.key("exact", ids), prefilled.beginning)
+            self.remember(prefilled.beginning)
         return replace(prefilled, seconds={"lookup": looked, **prefilled.seconds})
 
     def check_length(self, prompt: Prompt, room: int = 0) -> None:

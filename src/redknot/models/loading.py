@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from redknot.errors import InputError
 from redknot.models.adapter import Adapter
@@ -57,6 +58,7 @@ def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> Loade
     source = _source(model)
     delta = None if options.delta is None else Delta.read(options.delta)
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    disable_progress_bar()  # over the weights; a refusal stays one line
     try:
         config = AutoConfig.from_pretrained(**source)
         _check_theta(source, config)

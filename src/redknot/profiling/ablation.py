@@ -72,8 +72,14 @@ class _TailPass:
         self._tokens = self._keys.shape[2]
         positions = torch.arange(self._tokens, self._tokens + len(tail))
         self._placed = Placed.at(adapter, positions)
-        self._seen = visible(positions, self._tokens + len(tail), Reach()).to(adapter.device)
-        self._windowed = visible(positions, self._tokens + len(tail), reach).to(adapter.device)
+        total, device = self._tokens + len(tail), adapter.device
+        self._masks = {
+            horizon: tuple(
+                visible(positions, total, one._replace(horizon=horizon)).to(device)
+                for one in (Reach(), reach)
+            )
+            for horizon in {layer.shape.horizon for layer in adapter.layers}
+        }
         self.edge: list[Tensor] = []
         self.union: list[float] = []
         self.single: list[float] = []
@@ -137,7 +143,7 @@ class _TailPass:
         windowed: bool = False,
     ) -> Float[Tensor, "query variant row token"]:
         scores = torch.cat([query @ self._keys[index, group].T, query @ key.transpose(-1, -2)], -1)
-        mask = self._windowed if windowed else self._seen
+        mask = self._masks[layer.shape.horizon][windowed]
         scores = (scores.float() * layer.shape.scale).masked_fill_(~mask, float("-inf"))
         return scores.softmax(-1).to(query.dtype)
 
@@ -154,7 +160,8 @@ class _TailPass:
             mass = self._probabilities(
                 index, layer, group, query[group][:, None], key[group][None]
             )[:, 0]
-            edges.append((mass * ~self._windowed).sum(-1).mean(-1).max().float())
+            outside = ~self._masks[layer.shape.horizon][True]
+            edges.append((mass * outside).sum(-1).mean(-1).max().float())
             column = mass[..., : self._tokens].float().mean(1)
             needed.append(_carrying(column, 0.9))
         sets = torch.cat(needed)

@@ -45,6 +45,15 @@ class ProfileSettings:
     windows: tuple[int, ...] = (256, 1024)
     "Windows that the report compares."
 
+    def __post_init__(self) -> None:
+        shares = (self.global_share, self.decode_global_share, *self.shares)
+        if self.prompts < 2 or self.quality_prompts < 0:
+            raise InputError("at least 2 prompts are needed, for two halves")
+        if min(self.window, *self.windows) < 1 or self.sink < 0:
+            raise InputError("windows must be 1 token or more, the sink 0 or more")
+        if not all(0 <= share <= 1 for share in shares):
+            raise InputError("global shares must be between 0 and 1")
+
 
 class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
     """What profiling found."""
@@ -76,7 +85,7 @@ def profile(
         pad_tokens=settings.pad_tokens,
     )
     prompts = list(prepare(session, rows, choice))
-    if len(prompts) < max(2, wanted):
+    if len(prompts) < wanted:
         raise InputError(f"{wanted} prompts are needed, the data give {len(prompts)}")
     measured, judged = prompts[: settings.prompts], prompts[settings.prompts :]
     observations, scores = [], []

@@ -49,7 +49,8 @@ def _attention_rows(
         attended, query = attention(trip, index, layer, placed, hidden)
         for rows, (start, stop) in zip(found, spans, strict=True):
             first = max(start, stop - ROWS)
-            seen = visible(torch.arange(first, stop), stop, Reach()).to(adapter.device)
+            reach = Reach(horizon=shapes[index].horizon)
+            seen = visible(torch.arange(first, stop), stop, reach).to(adapter.device)
             picked = query[:, first:stop].view(
                 shapes[index].num_groups, -1, stop - first, query.shape[-1]
             )

@@ -3,7 +3,7 @@
 from redknot.recovery.flops import Flops, plan_flops
 from redknot.recovery.layout import Layout
 from redknot.recovery.plan import LayerPlan, Plan
-from redknot.recovery.policy import Policy, Windows
+from redknot.recovery.policy import Policy, Stage, Windows
 from redknot.recovery.signals import Signals
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Signals",
+    "Stage",
     "Windows",
     "plan_flops",
 ]

@@ -31,11 +31,28 @@ class Windows(StrEnum):
         return self in (Windows.DECODE, Windows.ALL)
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Stage:
+    """Where a request stands when a policy decides about one layer; all tensors on the host."""
+
+    layer: int
+    num_layers: int
+    layout: Layout
+    signals: Signals
+    active: Int[Tensor, "token"]
+    "Stored tokens that are still active."
+    rows: Int[Tensor, "row"]
+    "All rows that flow: the active ones and those without stored state."
+    skipped: Bool[Tensor, "token"]
+    "Tokens that have missed some FFN."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Base of all policies; subclass it to add one, in or outside this package.
 
-    The executor calls `keep` before each layer and `feed` and `publish` where they are overridden.
+    The executor calls `keep` and `publish` before the attention of each layer and `feed` before its
+    FFN; all are pure.
     Tokens without stored state and the last token are always active; a token that has left stays
     out. Fields are the hyper-parameters; `name` is what the command line calls the policy.
     """
@@ -65,18 +82,11 @@ class Policy:
         exact = layout.exact if self.takes_exact else 0
         return layout.limited(exact=exact, segments=self.takes_segments)
 
-    def keep(
-        self,
-        layer: int,
-        num_layers: int,
-        active: Int[Tensor, "token"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "kept"]:
-        """Which of the stored tokens that are still ``active`` flow through ``layer``.
+    def keep(self, stage: Stage) -> Int[Tensor, "kept"]:
+        """Which of the stored tokens that are still active flow through this layer.
 
-        At layer 0 all stored tokens are active. Returns sorted positions, a subset of ``active``;
-        ``active`` itself means no change.
+        At layer 0 all stored tokens are active. Returns positions, a subset of ``stage.active``;
+        ``stage.active`` itself means no change.
         """
         raise NotImplementedError(f"{type(self).__name__}.keep")
 
@@ -84,20 +94,11 @@ class Policy:
         """Whether `keep` asks for the deviation at ``layer`` (its projections are counted)."""
         return False
 
-    def feed(
-        self,
-        layer: int,
-        num_layers: int,
-        rows: Int[Tensor, "row"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "some"] | None:
-        """Active rows that run the FFN of ``layer``; None is all."""
+    def feed(self, stage: Stage) -> Int[Tensor, "some"] | None:
+        """Rows of this layer that run the FFN, sorted; None is all."""
         return None
 
-    def publish(
-        self, layer: int, rows: Int[Tensor, "row"], layout: Layout, history: "History"
-    ) -> Bool[Tensor, "group row"] | None:
+    def publish(self, stage: Stage) -> Bool[Tensor, "group row"] | None:
         """Which rows replace the reused K/V of each group; None is all."""
         return None
 
@@ -109,16 +110,6 @@ class Policy:
             if value != field.default:
                 parts.append(f"{field.name}={_show(value)}")
         return ":".join(parts)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class History:
-    """What has happened to the rows so far in this pass."""
-
-    skipped: Bool[Tensor, "token"]
-    "Tokens that have missed some FFN."
-    global_groups: Bool[Tensor, "group"]
-    "Groups of this layer that the head map lets see everything."
 
 
 def fraction(value: float, name: str) -> None:

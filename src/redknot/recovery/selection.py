@@ -1,6 +1,6 @@
 """From a policy to the rows of each layer: shared by the executor and by simulation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,27 +9,22 @@ from torch import Tensor
 from redknot.recovery.flops import question_rows
 from redknot.recovery.layout import Layout
 from redknot.recovery.plan import LayerPlan, Plan
-from redknot.recovery.policy import History, Policy
+from redknot.recovery.policy import Policy, Stage
 from redknot.recovery.signals import Signals
 
 
-def select(
-    policy: Policy,
-    layer: int,
-    num_layers: int,
-    active: Int[Tensor, "token"],
-    layout: Layout,
-    signals: Signals,
-) -> Int[Tensor, "kept"]:
+def select(policy: Policy, stage: Stage) -> Int[Tensor, "kept"]:
     """What ``policy`` keeps of the active stored tokens; ValueError if it brings some back."""
-    if not len(active):
-        return active
-    kept = policy.keep(layer, num_layers, active, layout, signals)
-    if kept is active:
-        return active
+    if not len(stage.active):
+        return stage.active
+    kept = policy.keep(stage)
+    if kept is stage.active:
+        return kept
     kept = kept.sort().values
-    if not bool(torch.isin(kept, active).all()) or bool((kept.diff() == 0).any()):
-        raise ValueError(f"{policy.describe()} keeps tokens that are not active at layer {layer}")
+    if not bool(torch.isin(kept, stage.active).all()) or bool((kept.diff() == 0).any()):
+        raise ValueError(
+            f"{policy.describe()} keeps tokens that are not active at layer {stage.layer}"
+        )
     return kept
 
 
@@ -75,19 +70,25 @@ def simulate(
     """The plan that ``policy`` would execute; with guessed signals only its row counts mean
     something."""
     signals = signals or Guess(global_groups, layout.num_tokens)
-    skipped = torch.zeros(layout.num_tokens, dtype=torch.bool)
-    active, rows = layout.stored, with_fresh(layout.stored, layout)
+    stage = Stage(
+        layer=0,
+        num_layers=num_layers,
+        layout=layout,
+        signals=signals,
+        active=layout.stored,
+        rows=with_fresh(layout.stored, layout),
+        skipped=torch.zeros(layout.num_tokens, dtype=torch.bool),
+    )
     layers = []
     for layer in range(num_layers):
-        before = len(rows)
-        kept = select(policy, layer, num_layers, active, layout, signals)
-        if kept is not active:
-            active, rows = kept, with_fresh(kept, layout)
-        publish = policy.publish(layer, rows, layout, History(skipped, global_groups[layer]))
-        fed = policy.feed(layer, num_layers, rows, layout, signals)
+        stage = replace(stage, layer=layer)
+        ranked = len(stage.rows) if policy.ranks_by_deviation(layer) else 0
+        kept = select(policy, stage)
+        if kept is not stage.active:
+            stage = replace(stage, active=kept, rows=with_fresh(kept, layout))
+        publish, fed = policy.publish(stage), policy.feed(stage)
         if fed is not None:
-            skipped[rows[~torch.isin(rows, fed)]] = True
-        ranked = before if policy.ranks_by_deviation(layer) else 0
-        layers.append(LayerPlan(rows, fed, publish, ranked))
+            stage.skipped[stage.rows[~torch.isin(stage.rows, fed)]] = True
+        layers.append(LayerPlan(stage.rows, fed, publish, ranked))
     probe = len(question_rows(layout)) if policy.uses_probe and len(layout.stored) else 0
     return Plan(policy.describe(), layout.num_tokens, tuple(layers), probe)

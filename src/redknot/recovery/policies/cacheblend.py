@@ -6,10 +6,8 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from redknot.recovery.layout import Layout
-from redknot.recovery.policy import Policy, count, fraction
+from redknot.recovery.policy import Policy, Stage, count, fraction
 from redknot.recovery.ranking import top_share
-from redknot.recovery.signals import Signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +30,8 @@ class CacheBlend(Policy):
         """At the check layer."""
         return layer == self.check_layer
 
-    def keep(
-        self,
-        layer: int,
-        num_layers: int,
-        active: Int[Tensor, "token"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "kept"]:
+    def keep(self, stage: Stage) -> Int[Tensor, "kept"]:
         """All, then those chosen at the check layer."""
-        if layer != self.check_layer:
-            return active
-        return top_share(signals.deviation(), active, self.share)
+        if stage.layer != self.check_layer:
+            return stage.active
+        return top_share(stage.signals.deviation(), stage.active, self.share)

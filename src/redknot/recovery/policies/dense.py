@@ -6,9 +6,7 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from redknot.recovery.layout import Layout
-from redknot.recovery.policy import Policy
-from redknot.recovery.signals import Signals
+from redknot.recovery.policy import Policy, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +17,9 @@ class Dense(Policy):
     takes_exact: ClassVar = False
     takes_segments: ClassVar = False
 
-    def keep(
-        self,
-        layer: int,
-        num_layers: int,
-        active: Int[Tensor, "token"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "kept"]:
+    def keep(self, stage: Stage) -> Int[Tensor, "kept"]:
         """All tokens."""
-        return active
+        return stage.active
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,7 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from redknot.recovery.layout import Layout
-from redknot.recovery.policy import Policy, count
-from redknot.recovery.signals import Signals
+from redknot.recovery.policy import Policy, Stage, count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,18 +22,11 @@ class Epic(Policy):
         """Whole numbers from 0."""
         count(self.k, "k")
 
-    def keep(
-        self,
-        layer: int,
-        num_layers: int,
-        active: Int[Tensor, "token"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "kept"]:
+    def keep(self, stage: Stage) -> Int[Tensor, "kept"]:
         """The heads of the segments."""
-        if layer:
-            return active
-        mask = layout.reusable.clone()
-        for start, stop in layout.segments:
+        if stage.layer:
+            return stage.active
+        mask = stage.layout.reusable.clone()
+        for start, stop in stage.layout.segments:
             mask[min(start + self.k, stop) : stop] = False
         return mask.nonzero().flatten()

@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from redknot.recovery.layout import Layout
 from redknot.recovery.policies.dense import Dense
-from redknot.recovery.policy import History, Windows, count, fraction
+from redknot.recovery.policy import Stage, Windows, count, fraction
 from redknot.recovery.ranking import top_count, top_share
-from redknot.recovery.signals import Signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,39 +61,31 @@ class RedKnot(Dense):
         count(self.dense_until, "dense_until")
         count(self.recent, "recent")
 
-    def feed(
-        self,
-        layer: int,
-        num_layers: int,
-        rows: Int[Tensor, "row"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "some"] | None:
+    def feed(self, stage: Stage) -> Int[Tensor, "some"] | None:
         """Context rows that carry the importance, the recent ones and all that is not stored."""
-        among = layout.reusable[rows].nonzero().flatten()
-        if layer < self.dense_until or not len(among):
+        stored = stage.layout.reusable[stage.rows]
+        among = stored.nonzero().flatten()
+        if stage.layer < self.dense_until or not len(among):
             return None
         if self.signal == "question":
-            importance = signals.probe_mass()[layer:].sum((0, 1))[rows]
+            importance = stage.signals.probe_mass()[stage.layer :].sum((0, 1))[stage.rows]
         else:
-            importance = signals.output_norm()
-        chosen = _carrying(importance, among, self.mass) if self.mass else None
-        if chosen is None:
+            importance = stage.signals.output_norm()
+        if self.mass:
+            chosen = _carrying(importance, among, self.mass)
+        else:
             chosen = top_share(importance, among, self.share)
-        keep = ~layout.reusable[rows]
+        keep = ~stored
         keep[chosen] = True
         keep[among[len(among) - min(self.recent, len(among)) :]] = True
-        return rows[keep]
+        return stage.rows[keep]
 
-    def publish(
-        self, layer: int, rows: Int[Tensor, "row"], layout: Layout, history: History
-    ) -> Bool[Tensor, "group row"] | None:
+    def publish(self, stage: Stage) -> Bool[Tensor, "group row"] | None:
         """Global heads, and every head for tokens without stored state."""
-        stored = layout.reusable[rows]
-        allowed = history.global_groups[:, None] | torch.tensor(self.publish_all)
+        allowed = stage.signals.global_groups()[stage.layer][:, None] | self.publish_all
         if self.guard:
-            allowed = allowed & ~history.skipped[rows]
-        return allowed | ~stored
+            allowed = allowed & ~stage.skipped[stage.rows]
+        return allowed | ~stage.layout.reusable[stage.rows]
 
 
 def _carrying(

@@ -6,10 +6,8 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from redknot.recovery.layout import Layout
-from redknot.recovery.policy import Policy, fraction
+from redknot.recovery.policy import Policy, Stage, fraction
 from redknot.recovery.ranking import top_count, top_share
-from redknot.recovery.signals import Signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +24,11 @@ class Question(Policy):
         """Share in [0, 1]."""
         fraction(self.share, "share")
 
-    def keep(
-        self,
-        layer: int,
-        num_layers: int,
-        active: Int[Tensor, "token"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "kept"]:
+    def keep(self, stage: Stage) -> Int[Tensor, "kept"]:
         """By attention summed over all layers."""
-        if layer:
-            return active
-        return top_share(signals.probe_mass().sum((0, 1)), active, self.share)
+        if stage.layer:
+            return stage.active
+        return top_share(stage.signals.probe_mass().sum((0, 1)), stage.active, self.share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +55,14 @@ class QuestionDrop(Policy):
         if self.then > self.first:
             raise ValueError(f"then={self.then} is above first={self.first}: the set only shrinks")
 
-    def keep(
-        self,
-        layer: int,
-        num_layers: int,
-        active: Int[Tensor, "token"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "kept"]:
+    def keep(self, stage: Stage) -> Int[Tensor, "kept"]:
         """By attention in this and all later layers, at the first layer of each stage."""
-        switch = round(self.until * num_layers)
-        if layer not in (0, switch):
-            return active
-        share = self.first if layer < switch else self.then
-        return top_count(
-            signals.probe_mass()[layer:].sum((0, 1)), active, int(share * len(layout.stored))
-        )
+        switch = round(self.until * stage.num_layers)
+        if stage.layer not in (0, switch):
+            return stage.active
+        share = self.first if stage.layer < switch else self.then
+        mass = stage.signals.probe_mass()[stage.layer :].sum((0, 1))
+        return top_count(mass, stage.active, int(share * len(stage.layout.stored)))
 
 
 @dataclass(frozen=True, kw_only=True)

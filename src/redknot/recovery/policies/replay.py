@@ -9,8 +9,7 @@ from torch import Tensor
 
 from redknot.recovery.layout import Layout
 from redknot.recovery.plan import Plan
-from redknot.recovery.policy import History, Policy
-from redknot.recovery.signals import Signals
+from redknot.recovery.policy import Policy, Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,39 +25,24 @@ class Replay(Policy):
         first = int(self.plan.layers[0].active[0])
         return layout.limited(exact=min(layout.exact, first), segments=True)
 
-    def keep(
-        self,
-        layer: int,
-        num_layers: int,
-        active: Int[Tensor, "token"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "kept"]:
+    def keep(self, stage: Stage) -> Int[Tensor, "kept"]:
         """The plan's active tokens."""
-        if layout.num_tokens != self.plan.num_tokens or num_layers != len(self.plan.layers):
+        plan = self.plan
+        if stage.layout.num_tokens != plan.num_tokens or stage.num_layers != len(plan.layers):
             raise ValueError("the plan is of another model or of a prompt of another length")
-        return active[torch.isin(active, self.plan.layers[layer].active)]
+        return stage.active[torch.isin(stage.active, plan.layers[stage.layer].active)]
 
-    def feed(
-        self,
-        layer: int,
-        num_layers: int,
-        rows: Int[Tensor, "row"],
-        layout: Layout,
-        signals: Signals,
-    ) -> Int[Tensor, "some"] | None:
+    def feed(self, stage: Stage) -> Int[Tensor, "some"] | None:
         """The plan's FFN rows among ``rows``."""
-        ffn = self.plan.layers[layer].ffn
-        return None if ffn is None else rows[torch.isin(rows, ffn)]
+        ffn = self.plan.layers[stage.layer].ffn
+        return None if ffn is None else stage.rows[torch.isin(stage.rows, ffn)]
 
-    def publish(
-        self, layer: int, rows: Int[Tensor, "row"], layout: Layout, history: History
-    ) -> Bool[Tensor, "group row"] | None:
+    def publish(self, stage: Stage) -> Bool[Tensor, "group row"] | None:
         """The plan's publications among ``rows``."""
-        planned = self.plan.layers[layer]
+        planned = self.plan.layers[stage.layer]
         if planned.publish is None:
             return None
-        return planned.publish[:, torch.isin(planned.active, rows)]
+        return planned.publish[:, torch.isin(planned.active, stage.rows)]
 
     def describe(self) -> str:
         """Which policy made the plan."""
