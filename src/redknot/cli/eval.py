@@ -1,5 +1,6 @@
 """`redknot eval`: every policy next to dense on the user's own rows."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from redknot.cli.options import Flat, MapOption, Paths, open_map, open_session
 from redknot.errors import InputError
 from redknot.evaluation import EvalSettings, evaluate, load_rows
 from redknot.evaluation.pictures import pareto
+from redknot.evaluation.record import Record
 from redknot.evaluation.report import as_table
 from redknot.evaluation.summary import environment, summarise
 from redknot.models.loading import LoadOptions
@@ -67,14 +69,19 @@ def eval_(
     missing = [policy.name for policy in chosen if policy.needs_head_map and chosen_map is None]
     if missing:
         raise InputError(f"policy {missing[0]} needs a head map (--head-map FILE)")
-    records = evaluate(session, table, chosen, chosen_map, settings)
+    results = evaluate(session, table, chosen, chosen_map, settings)
+    records: list[Record] = []
+    with rows.open("wb") if rows is not None else nullcontext() as lines:
+        for found in results:
+            records += found
+            if lines is not None:  # as they come: a long run that breaks off loses nothing
+                lines.write(b"".join(msgspec.json.encode(one) + b"\n" for one in found))
+                lines.flush()
     written = {"settings": str(settings), "head_map": head_map.head_map, "data": _names(data)}
     machine = environment(session.model.adapter.device)
     report = summarise(session.model.name, records, written, machine)
     console.print(as_table(report))
     write_json(json, report)
-    if rows is not None:
-        rows.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     if picture is not None:
         pareto(report, picture)
 

