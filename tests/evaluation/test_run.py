@@ -28,8 +28,8 @@ def shares(session: Session, policies: list[str], **settings: bool) -> dict[tupl
     """FLOPs share by row and policy."""
     chosen = parse_policies(",".join(policies))
     options = EvalSettings(answer_tokens=2, timing=False, **settings)
-    records = sum(evaluate(session, ROWS, chosen, None, options), [])
-    return {(one.id, one.policy): one.flops_share for one in records}
+    found = evaluate(session, ROWS, chosen, None, options)
+    return {(one.id, one.policy): one.flops_share for records in found for one in records}
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "as asked"])
@@ -60,7 +60,8 @@ def test_stored_segments_are_reused_by_the_policies_that_take_them() -> None:
 
 def test_the_floor_is_dense_through_another_path() -> None:
     options = EvalSettings(answer_tokens=2, timing=False)
-    records = sum(evaluate(lively_session(), ROWS, parse_policies("dense"), None, options), [])
+    found = evaluate(lively_session(), ROWS, parse_policies("dense"), None, options)
+    records = [one for records in found for one in records]
     by_name: dict[str, list[Record]] = {}
     for record in records:
         by_name.setdefault(record.policy, []).append(record)

@@ -69,9 +69,7 @@ def _policy(name: str, found: Sequence[Record], dense: Sequence[Record]) -> Poli
             ),
         )
     if found[0].exact_match is not None:
-        own = _known(dense, "exact_match")[
-            : len(found)
-        ]  # the floor may cover the first prompts only
+        own = _known(dense, "exact_match")[: len(found)]  # the floor may cover fewer prompts
         change = np.subtract(_known(found, "exact_match"), own)
         report = msgspec.structs.replace(
             report,
