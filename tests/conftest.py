@@ -1,5 +1,9 @@
 """One thread for PyTorch: the models are tiny, and threads that wait for each other cost 20x."""
 
+import os
+
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported

@@ -101,7 +101,7 @@ def greedy(
         if tokens[-1] in end_token_ids or len(tokens) == max_tokens:
             break
         logits = executor.extend(prefilled, torch.tensor(tokens[-1:]))[-1]
-    prefilled.cache.length = length
+    prefilled.cache.truncate(length)
     return tokens
 
 
@@ -113,7 +113,7 @@ def _along(
     logits = prefilled.logits[None]
     if len(tokens) > 1:
         logits = torch.cat([logits, executor.extend(prefilled, tokens[:-1])])
-    prefilled.cache.length = length
+    prefilled.cache.truncate(length)
     return logits.log_softmax(-1)
 
 

@@ -208,8 +208,7 @@ class _Measurement:
     def _other(self, prompt: Prompt) -> Prefilled:
         """Dense through another kernel path."""
         lookup = self.session.look_up(prompt)
-        room = 2 * self.settings.answer_tokens
-        return self.other_path.prefill(prompt.token_ids, lookup, Dense(), room=room)
+        return self.other_path.prefill(prompt.token_ids, lookup, Dense())
 
     def _record(self, row: Row, name: str, prefilled: Prefilled) -> Record:
         timed = self.settings.timing and name != FLOOR

@@ -59,7 +59,7 @@ def build_state(
     hidden = adapter.embed(ids.to(adapter.device))
     for index, layer in enumerate(adapter.layers):
         last = index == len(adapter.layers) - 1
-        attended, _ = attention(trip, index, layer, placed, hidden, tail=1 if last else None)
+        found = attention(trip, index, layer, placed, hidden, tail=1 if last else None)
         if not last:
-            hidden = finish(layer, hidden, attended)
+            hidden = finish(layer, hidden, found.out)
     return recorder.state

@@ -1,101 +1,171 @@
-"""K/V of one prompt, rotated to their positions: written by relocation and by every pass."""
+"""K/V of one request in pages: written by relocation and by every pass, given back when unseen."""
 
-from dataclasses import dataclass
+import weakref
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from redknot.execution.visibility import Visibility
-from redknot.kernels.attend import Rows, attend
-from redknot.kernels.relocate import rotate
+from redknot.kernels.append import append
+from redknot.kernels.paging import PagedKV
 from redknot.models import Adapter
 from redknot.segments import SegmentState
+from redknot.segpaged import OutOfPages, PageStorage, PageTable, Retention
+
+PAGE_SIZES = {"cpu": 16, "cuda": 128}
+"Tokens of a page by device: FlashAttention-3 reads pages of 128 with the bulk copy engine."
 
 
-@dataclass(slots=True, eq=False)
+def page_storage(adapter: Adapter, page_size: int | None = None) -> PageStorage:
+    """Empty storage for the state of ``adapter``'s layers."""
+    return PageStorage(
+        adapter.layers[0].shape.planes,
+        page_size=page_size or PAGE_SIZES[adapter.device.type],
+        dtype=adapter.dtype,
+        device=adapter.device,
+    )
+
+
 class PromptCache:
-    """Keys and values of positions 0 to capacity. The only copy a request makes."""
+    """Keys and values of positions 0 to ``length``, rotated: the only copy that a request makes.
 
-    keys: Float[Tensor, "layer group capacity dim"]
-    values: Float[Tensor, "layer group capacity dim"]
-    length: int = 0
-    "Positions that hold state."
+    Every (layer, group) has pages of its own. They go back to the pool when nobody will see them
+    (`retain`) and when the cache is no longer referenced.
+    """
+
+    def __init__(
+        self, storage: PageStorage, num_layers: int, num_groups: int, table: PageTable | None = None
+    ) -> None:
+        self.storage = storage
+        self._layers, self._groups = num_layers, num_groups
+        self._table = table or PageTable(
+            storage.pool, num_layers * num_groups, page_size=storage.page_size
+        )
+        self._retention: Retention | None = None
+        self._upload()
+        weakref.finalize(self, self._table.free)
 
     @classmethod
-    def allocate(cls, adapter: Adapter, capacity: int) -> "PromptCache":
-        """Room for ``capacity`` tokens, contents undefined."""
-        first = adapter.layers[0].shape
-        shape = (len(adapter.layers), first.num_groups, capacity, first.head_dim)
-        keys, values = (
-            torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2)
-        )
-        return cls(keys, values)
+    def allocate(
+        cls, adapter: Adapter, tokens: int, storage: PageStorage | None = None
+    ) -> "PromptCache":
+        """A cache with room for ``tokens``, in ``storage`` or in one of its own."""
+        groups = adapter.layers[0].shape.num_groups
+        cache = cls(storage or page_storage(adapter), len(adapter.layers), groups)
+        cache.reserve(tokens)
+        return cache
+
+    @property
+    def length(self) -> int:
+        """Positions that there is room for, those given back included."""
+        return self._table.length
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages that are held."""
+        return self._table.num_pages * self.storage.page_bytes
+
+    def reserve(self, tokens: int) -> None:
+        """Make room up to position ``tokens``; the storage grows where its pages run out."""
+        more = tokens - self.length
+        if more <= 0:
+            return
+        try:
+            change = self._table.append(more)
+        except OutOfPages as short:
+            self.storage.grow(short.asked - short.free)
+            change = self._table.append(more)
+        self.storage.copy(change.sources, change.targets)
+        self._upload()
+
+    def truncate(self, tokens: int) -> None:
+        """Forget positions from ``tokens`` on."""
+        if self._retention is not None and tokens < self.length:
+            raise ValueError("what decoding no longer sees was given back: there is no way back")
+        self._table.truncate(tokens)
+        self._upload()
+
+    def fork(self) -> "PromptCache":
+        """The same state; pages are shared until one of the two grows into them."""
+        other = PromptCache(self.storage, self._layers, self._groups, self._table.fork())
+        other._retention = self._retention
+        return other
+
+    def retain(self, retention: Retention) -> None:
+        """From now on hold only what rows behind the present ones may see."""
+        self._retention = retention
+        self.evict()
+
+    def evict(self, retention: Retention | None = None, position: int | None = None) -> None:
+        """Give back what no row from ``position`` on sees (None: behind all rows).
+
+        By ``retention``, or by what `retain` said; without either nothing happens.
+        """
+        retention = retention or self._retention
+        position = self.length if position is None else position
+        if retention is not None and self._table.keep(retention, position):
+            self._upload()
+
+    def layer(self, index: int) -> PagedKV:
+        """K/V of one layer, as kernels read it; valid until the cache changes its pages."""
+        rows = slice(index * self._groups, (index + 1) * self._groups)
+        return self._paged(rows)
+
+    def write(
+        self,
+        index: int,
+        positions: Int[Tensor, "row"],
+        key: Float[Tensor, "group row dim"],
+        value: Float[Tensor, "group row dim"],
+        angles: tuple[Float[Tensor, "row half"], Float[Tensor, "row half"]],
+        publish: Bool[Tensor, "group row"] | None = None,
+    ) -> None:
+        """Rotate un-rotated ``key`` and replace the state of ``positions`` in one layer.
+
+        In each group only where ``publish`` says so.
+        """
+        append(self.layer(index), key, value, positions, *angles, publish=publish)
 
     def place(self, adapter: Adapter, state: SegmentState, start: int, tokens: int) -> None:
-        """Relocate the first ``tokens`` of ``state`` to ``start`` by one rotation."""
-        stop = start + tokens
-        cosine, sine = adapter.rotary.table(torch.arange(start, stop, device=adapter.device))
+        """Relocate the first ``tokens`` of ``state`` to ``start``: one rotation, all layers."""
+        positions = torch.arange(start, start + tokens, device=adapter.device)
         key, value = (
-            state.planes[name][:, :, :tokens].to(adapter.device, non_blocking=True)
+            state.planes[name][:, :, :tokens].to(adapter.device, non_blocking=True).flatten(0, 1)
             for name in ("key", "value")
         )
-        self.keys[:, :, start:stop] = rotate(key, cosine, sine)
-        self.values[:, :, start:stop] = value
+        append(self._paged(slice(None)), key, value, positions, *adapter.rotary.table(positions))
+
+    def read(
+        self, index: int, positions: Int[Tensor, "row"]
+    ) -> tuple[Float[Tensor, "group row dim"], Float[Tensor, "group row dim"]]:
+        """Copies of the keys and values of ``positions`` in one layer."""
+        kv = self.layer(index)
+        pages = kv.table[:, positions // kv.page_size].long()
+        return kv.key[pages, positions % kv.page_size], kv.value[pages, positions % kv.page_size]
 
     def first(
         self, tokens: int
     ) -> tuple[Float[Tensor, "layer group tokens dim"], Float[Tensor, "layer group tokens dim"]]:
-        """Views of keys and values of the first ``tokens``."""
-        return self.keys[:, :, :tokens], self.values[:, :, :tokens]
+        """Copies of keys and values of the first ``tokens``; all of them must be held."""
+        pages = self._device[:, : -(-tokens // self.storage.page_size)].long()
+        if bool((pages < 0).any()):
+            raise ValueError(f"not all of the first {tokens} positions are held")
+        key, value = (
+            self.storage.planes[name][pages].view(
+                self._layers, self._groups, -1, self.storage.planes[name].shape[2]
+            )[:, :, :tokens]
+            for name in ("key", "value")
+        )
+        return key, value
 
-    def write(
-        self,
-        layer: int,
-        rows: Rows,
-        key: Float[Tensor, "group row dim"],
-        value: Float[Tensor, "group row dim"],
-        publish: Bool[Tensor, "group row"] | None = None,
-    ) -> None:
-        """Replace the state of ``rows``, in each group only where ``publish`` says so."""
-        for plane, fresh in ((self.keys[layer], key), (self.values[layer], value)):
-            if publish is not None:
-                for group, mask in enumerate(publish.to(plane.device)):
-                    plane[group, rows.device[mask]] = fresh[group, mask]
-            elif rows.consecutive:
-                plane[:, rows.first : rows.last + 1] = fresh
-            else:
-                plane[:, rows.device] = fresh
+    def _paged(self, rows: slice) -> PagedKV:
+        planes = self.storage.planes
+        return PagedKV(
+            planes["key"], planes["value"], self._device[rows], self._groups, self._host[rows]
+        )
 
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "query_head row dim"],
-        rows: Rows,
-        sight: Visibility,
-        *,
-        scale: float,
-        row_block: int | None = None,
-    ) -> Float[Tensor, "row query_head*dim"]:
-        """Attention of ``rows``, each under the reach of its phase."""
-        split = rows.before(sight.border)
-        parts = []
-        for start, stop, reaches in (
-            (0, split, sight.prefill[layer]),
-            (split, len(rows), sight.decode[layer]),
-        ):
-            if start < stop:
-                part = rows.between(start, stop)
-                seen = part.last + 1
-                parts.append(
-                    attend(
-                        query[:, start:stop],
-                        self.keys[layer, :, :seen],
-                        self.values[layer, :, :seen],
-                        part,
-                        reaches,
-                        scale=scale,
-                        row_block=row_block,
-                    )
-                )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _upload(self) -> None:
+        """Show the device the table as it is."""
+        self._host = torch.from_numpy(self._table.logical().copy())
+        device = next(iter(self.storage.planes.values())).device
+        self._device = self._host.to(device, non_blocking=True)

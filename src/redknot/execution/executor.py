@@ -9,20 +9,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from redknot.execution.builder import StateRecorder
-from redknot.execution.cache import PromptCache
+from redknot.execution.cache import PromptCache, page_storage
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.execution.probe import probe_mass
 from redknot.execution.recover import Recovery
-from redknot.execution.retained import RetainedCache
 from redknot.execution.stages import Stages
 from redknot.execution.visibility import Visibility, global_groups
 from redknot.heads import HeadMap
+from redknot.kernels.attend import Impl
 from redknot.models import Adapter, LayerShape
 from redknot.recovery import Flops, Layout, Plan, Policy, plan_flops
 from redknot.recovery.policies import Dense
 from redknot.recovery.selection import simulate
 from redknot.segments import Lookup, SegmentState
-from redknot.segments.template import MAX_PROBE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +31,11 @@ class ExecutionSettings:
     chunk_tokens: int | None = None
     "Positions of one chunk of a static plan; None runs the prompt at once."
     row_block: int | None = None
-    "Rows of one attention call; None is what the device likes."
+    "Rows of one call of the torch backend; None is what the device likes."
+    attention: Impl = "auto"
+    "Backend of attention; only `auto` may choose."
+    page_size: int | None = None
+    "Tokens of a page of one KV head; None is what the device likes."
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +43,7 @@ class Prefilled:
     """A prompt that is ready to decode."""
 
     token_ids: Int[Tensor, "token"]
-    cache: PromptCache | RetainedCache
+    cache: PromptCache
     sight: Visibility
     logits: Float[Tensor, "vocab"]
     "Of the first new token."
@@ -55,19 +58,19 @@ class Prefilled:
     beginning: SegmentState | None
     "Exact state of the tokens before the first segment, where it was asked for and is exact."
 
-    @property
-    def prompt_cache(self) -> PromptCache:
-        """All K/V of the prompt; ValueError once only what decoding sees is kept."""
-        if isinstance(self.cache, RetainedCache):
-            raise ValueError("only what decoding sees was kept")
-        return self.cache
-
     def retain(self) -> "Prefilled":
-        """The same, holding only K/V that the question's phase may still see."""
-        windows = {reach.window or reach.horizon for layer in self.sight.decode for reach in layer}
-        if windows == {None} or isinstance(self.cache, RetainedCache):
-            return self
-        return replace(self, cache=RetainedCache(self.prompt_cache, self.sight))
+        """Give back what the question's phase no longer sees, now and as decoding goes on.
+
+        Works in place and returns itself; the cache can only go forward from here. `fork` first
+        where the whole is still needed.
+        """
+        if self.sight.hides:
+            self.cache.retain(self.sight.retention())
+        return self
+
+    def fork(self) -> "Prefilled":
+        """The same prompt once more; pages are shared until one of the two grows."""
+        return replace(self, cache=self.cache.fork())
 
     @cached_property
     def flops(self) -> Flops:
@@ -112,6 +115,7 @@ class Executor:
         settings: ExecutionSettings = ExecutionSettings(),
     ) -> None:
         self.adapter, self.settings = adapter, settings
+        self.storage = page_storage(adapter, settings.page_size)
         self.shapes = [layer.shape for layer in adapter.layers]
 
     @torch.inference_mode()
@@ -122,13 +126,11 @@ class Executor:
         policy: Policy,
         head_map: HeadMap | None = None,
         *,
-        room: int = 0,
         keep_beginning: int = 0,
     ) -> Prefilled:
         """From token ids and known state to the first token's logits.
 
-        ``room`` is how many tokens may follow; ``keep_beginning`` asks for the exact state of that
-        many first tokens.
+        ``keep_beginning`` asks for the exact state of that many first tokens.
         """
         if policy.needs_head_map and head_map is None:
             raise ValueError(f"policy {policy.name} needs a head map")
@@ -136,18 +138,19 @@ class Executor:
         sight = Visibility.of(self.shapes, layout.context_end, head_map, policy.windows)
         stages = Stages(self.adapter.device)
         with stages.stage("relocate"):
-            cache = self._relocated(layout, lookup, room)
+            cache = self._relocated(layout, lookup)
         recorder = self._recorder(token_ids, layout, lookup, sight, keep_beginning)
         mass = None
         if policy.uses_probe and len(layout.stored):
             with stages.stage("probe"):
-                mass = probe_mass(self.adapter, cache, token_ids, layout, self.settings.row_block)
+                seeing = self._trip(cache, Visibility.of(self.shapes, 0))
+                mass = probe_mass(self.adapter, seeing, token_ids, layout)
+                cache.truncate(layout.num_tokens)
         with stages.stage("recover"):
             groups = global_groups(self.shapes, head_map)
             trip = self._trip(cache, sight, recorder)
-            recovery = Recovery(self.adapter, cache, trip, token_ids, layout, policy, groups, mass)
-            logits = self.adapter.logits(self._in_chunks(recovery, layout, policy))[-1]
-        cache.length = layout.num_tokens
+            recovery = Recovery(self.adapter, trip, token_ids, layout, policy, groups, mass)
+            logits = self.adapter.logits(self._in_chunks(recovery, trip, layout, policy))[-1]
         plan = recovery.plan()
         return Prefilled(
             token_ids=token_ids,
@@ -169,27 +172,24 @@ class Executor:
         """Append tokens to the prompt; logits behind each of them."""
         cache = prefilled.cache
         positions = torch.arange(cache.length, cache.length + len(token_ids))
+        cache.reserve(cache.length + len(token_ids))
         placed = Placed.at(self.adapter, positions)
         trip = self._trip(cache, prefilled.sight)
         hidden = self.adapter.embed(token_ids.to(self.adapter.device))
         for index, layer in enumerate(self.adapter.layers):
-            attended, _ = attention(trip, index, layer, placed, hidden)
-            hidden = finish(layer, hidden, attended)
-        cache.length += len(token_ids)
+            hidden = finish(layer, hidden, attention(trip, index, layer, placed, hidden).out)
+        cache.evict()
         return self.adapter.logits(hidden)
 
     def _trip(
-        self,
-        cache: PromptCache | RetainedCache,
-        sight: Visibility,
-        record: StateRecorder | None = None,
+        self, cache: PromptCache, sight: Visibility, record: StateRecorder | None = None
     ) -> Trip:
-        return Trip(cache, sight, self.settings.row_block, record)
+        return Trip(cache, sight, self.settings.attention, self.settings.row_block, record)
 
-    def _relocated(self, layout: Layout, lookup: Lookup, room: int) -> PromptCache:
+    def _relocated(self, layout: Layout, lookup: Lookup) -> PromptCache:
         """A cache with all known state in place."""
-        capacity = layout.num_tokens + max(room, MAX_PROBE_TOKENS)
-        cache = PromptCache.allocate(self.adapter, capacity)
+        known = max([layout.exact, *(stop for _, stop in layout.segments)])
+        cache = PromptCache.allocate(self.adapter, known, self.storage)
         for span, state in lookup.hits if layout.segments else ():
             cache.place(self.adapter, state, span.start, len(span))
         if lookup.exact is not None and layout.exact:
@@ -216,11 +216,16 @@ class Executor:
         )
 
     def _in_chunks(
-        self, recovery: Recovery, layout: Layout, policy: Policy
+        self, recovery: Recovery, trip: Trip, layout: Layout, policy: Policy
     ) -> Float[Tensor, "row hidden"]:
-        step = self.settings.chunk_tokens
+        step, cache = self.settings.chunk_tokens, trip.cache
         if step is None or policy.adaptive:
+            cache.reserve(layout.num_tokens)
             return recovery.run(0, layout.num_tokens)
+        retention = trip.sight.retention()
         for start in range(layout.exact, layout.num_tokens, step):
-            hidden = recovery.run(start, min(start + step, layout.num_tokens))
+            stop = min(start + step, layout.num_tokens)
+            cache.reserve(stop)
+            hidden = recovery.run(start, stop)
+            cache.evict(retention, stop)
         return hidden

@@ -33,7 +33,7 @@ def decode(
     """Yield new tokens, the end token last if one came. The K/V kept is what rows still see."""
     chooser = _Chooser(sampling, executor.adapter.device)
     logits = prefilled.logits
-    prefilled = prefilled.retain()
+    prefilled.retain()
     for count in range(1, sampling.max_tokens + 1):
         token = chooser(logits)
         yield token

@@ -1,15 +1,16 @@
 """One layer for a set of rows: the only place where a layer's parts are put together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from redknot.execution.cache import PromptCache
-from redknot.execution.retained import RetainedCache
 from redknot.execution.visibility import Visibility
-from redknot.kernels.attend import Rows
+from redknot.kernels.attend import AttendPlan, Impl, Part, Reach, Rows, attend
+from redknot.kernels.gather_ffn import gather_ffn
 from redknot.kernels.relocate import rotate
 from redknot.models import Adapter, Layer
 
@@ -19,11 +20,14 @@ Recorder = Callable[[int, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Rows with their rotary table, made once for all layers that share them."""
+    """Rows with their rotary table and plans, made once for all layers that share them."""
 
     rows: Rows
     cosine: Float[Tensor, "row half"]
     sine: Float[Tensor, "row half"]
+    _plans: dict[tuple[int, tuple[Reach, ...], tuple[Reach, ...]], AttendPlan] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def at(cls, adapter: Adapter, positions: Int[Tensor, "row"]) -> "Placed":
@@ -40,15 +44,36 @@ class Placed:
         """Turn queries or keys of these rows to their positions."""
         return rotate(states, self.cosine, self.sine)
 
+    def plan(self, sight: Visibility, layer: int) -> AttendPlan:
+        """Attention of these rows, each under the reach of its phase."""
+        pattern = (sight.border, sight.prefill[layer], sight.decode[layer])
+        found = self._plans.get(pattern)
+        if found is None:
+            split = self.rows.before(sight.border)
+            context, later = self.rows.between(0, split), self.rows.between(split, len(self.rows))
+            found = AttendPlan.of(Part(0, context, pattern[1]), Part(0, later, pattern[2]))
+            self._plans[pattern] = found
+        return found
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trip:
     """What is the same for all layers of one pass."""
 
-    cache: PromptCache | RetainedCache
+    cache: PromptCache
     sight: Visibility
+    impl: Impl = "auto"
     row_block: int | None = None
     record: Recorder | None = None
+
+
+class Attention(NamedTuple):
+    """What attention of some rows gives."""
+
+    out: Float[Tensor, "row query_head*dim"]
+    query: Float[Tensor, "query_head row dim"]
+    "Rotated."
+    lse: Float[Tensor, "query_head row"] | None
 
 
 def attention(
@@ -60,8 +85,9 @@ def attention(
     *,
     publish: Bool[Tensor, "group row"] | None = None,
     tail: int | None = None,
-) -> tuple[Float[Tensor, "tail query_head*dim"], Float[Tensor, "query_head tail dim"]]:
-    """Write the rows' K/V, then attend; returns attention outputs and rotated queries.
+    return_lse: bool = False,
+) -> Attention:
+    """Write the rows' K/V, then attend.
 
     With ``tail`` only the last rows attend: all that is needed where no later layer reads the rest.
     """
@@ -69,19 +95,18 @@ def attention(
     key, value = layer.keys(normed), layer.values(normed)
     if trip.record is not None:
         trip.record(index, key, value)
-    trip.cache.write(index, placed.rows, placed.rotate(key), value, publish)
+    angles = placed.cosine, placed.sine
+    trip.cache.write(index, placed.rows.device, key, value, angles, publish)
     if tail is not None:
         placed, normed = placed.tail(tail), normed[-tail:]
     query = placed.rotate(layer.queries(normed))
-    attended = trip.cache.attend(
-        index,
-        query,
-        placed.rows,
-        trip.sight,
-        scale=layer.shape.scale,
-        row_block=trip.row_block,
-    )
-    return attended, query
+    kv, plan = trip.cache.layer(index), placed.plan(trip.sight, index)
+    scale, row_block, impl = layer.shape.scale, trip.row_block, trip.impl
+    if not return_lse:
+        out = attend(query, kv, plan, scale=scale, row_block=row_block, impl=impl)
+        return Attention(out, query, None)
+    out, lse = attend(query, kv, plan, scale=scale, row_block=row_block, impl=impl, return_lse=True)
+    return Attention(out, query, lse)
 
 
 def finish(
@@ -91,8 +116,4 @@ def finish(
     fed: Int[Tensor, "some"] | None = None,
 ) -> Float[Tensor, "row hidden"]:
     """Output projection and FFN; only the rows with index ``fed`` run the FFN, None is all."""
-    hidden = hidden + layer.attention_output(attended)
-    if fed is None:
-        return hidden + layer.ffn(hidden)
-    hidden[fed] += layer.ffn(hidden[fed])
-    return hidden
+    return gather_ffn(hidden + layer.attention_output(attended), layer.ffn, fed)

@@ -11,7 +11,7 @@ from redknot.execution.executor import Executor
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.execution.visibility import Visibility, global_groups
 from redknot.heads import HeadMap, visible_pairs
-from redknot.kernels.attend import Reach, Rows, attend
+from redknot.kernels.attend import AttendPlan, Part, Reach, Rows, attend
 from redknot.recovery import Layout, Policy, plan_flops
 from redknot.recovery.cost import Rates
 from redknot.recovery.flops import RELOCATION_FLOPS
@@ -78,37 +78,34 @@ def calibrate(executor: Executor) -> Rates:
     hidden = adapter.embed(torch.zeros(ROWS, dtype=torch.int64, device=device))
     hidden = torch.randn_like(hidden)
     cache = PromptCache.allocate(adapter, TOKENS)
-    cache.keys.normal_(), cache.values.normal_()
-    query = cache.keys.new_empty(
-        shape.num_groups * shape.queries_per_group, TOKENS, shape.head_dim
-    ).normal_()
+    for plane in cache.storage.planes.values():
+        plane.normal_()
+    heads = shape.num_groups * shape.queries_per_group
+    query = torch.randn(heads, TOKENS, shape.head_dim, dtype=adapter.dtype, device=device)
     whole = Rows.at(torch.arange(TOKENS), device)
     some = Rows.at(torch.arange(0, TOKENS, TOKENS // ROWS), device)
     reaches = (Reach(),) * shape.num_groups
 
     def attention_rate(rows: Rows) -> float:
         flops = visible_pairs(rows.host, Reach()) * shape.num_groups * shape.attention_pair_flops
-        picked = query[:, rows.device]
+        picked, plan = query[:, rows.device], AttendPlan.of(Part(0, rows, reaches))
+        impl = executor.settings.attention
         spent = _time(
-            device,
-            lambda: attend(
-                picked, cache.keys[0], cache.values[0], rows, reaches, scale=shape.scale
-            ),
+            device, lambda: attend(picked, cache.layer(0), plan, scale=shape.scale, impl=impl)
         )
         return flops / spent
 
     state = SegmentState(
         torch.zeros(ROWS, dtype=torch.int64),
-        {"key": cache.keys[:, :, :ROWS].clone(), "value": cache.values[:, :, :ROWS].clone()},
+        dict(zip(("key", "value"), cache.first(ROWS), strict=True)),
     )
     elements = ROWS * shape.num_groups * shape.head_dim * len(executor.shapes)
     placing = _time(device, lambda: cache.place(adapter, state, 0, ROWS))
     one = Placed.at(adapter, torch.tensor([TOKENS - 1]))
-    trip = Trip(cache, Visibility.of(executor.shapes, 0))
+    trip = Trip(cache, Visibility.of(executor.shapes, 0), executor.settings.attention)
 
     def one_row() -> None:
-        attended, _ = attention(trip, 0, layer, one, hidden[:1])
-        finish(layer, hidden[:1], attended)
+        finish(layer, hidden[:1], attention(trip, 0, layer, one, hidden[:1]).out)
 
     return Rates(
         matmul=ROWS * shape.cost.ffn / _time(device, lambda: layer.ffn(hidden)),

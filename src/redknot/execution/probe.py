@@ -5,9 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from redknot.execution.cache import PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
-from redknot.execution.visibility import Visibility
 from redknot.kernels.score import column_mass
 from redknot.models import Adapter
 from redknot.recovery.flops import question_rows
@@ -15,20 +13,14 @@ from redknot.recovery.layout import Layout
 
 
 def probe_mass(
-    adapter: Adapter,
-    cache: PromptCache,
-    token_ids: Int[Tensor, "token"],
-    layout: Layout,
-    row_block: int | None = None,
+    adapter: Adapter, trip: Trip, token_ids: Int[Tensor, "token"], layout: Layout
 ) -> Float[Tensor, "layer group token"]:
     """Run all tokens without stored state over the relocated cache and score the probe's rows.
 
-    The pass leaves K/V of the rows it ran in the cache; every plan writes these positions again
-    before it reads them. A copy of the probe, where it needs one, stands behind the prompt, so the
-    cache must have room for it.
+    The rows of ``trip`` must see everything. The pass leaves their K/V in the cache; every plan
+    writes these positions again before it reads them. A copy of the probe, where it needs one,
+    stands behind the prompt.
     """
-    shapes = [layer.shape for layer in adapter.layers]
-    trip = Trip(cache, Visibility.of(shapes, 0), row_block)
     positions = question_rows(layout)
     ids, start, stop = token_ids, *layout.probe
     if not layout.probe_follows_context:
@@ -37,16 +29,25 @@ def probe_mass(
     placed = Placed.at(adapter, positions)
     first, last = (int(i) for i in torch.searchsorted(positions, torch.tensor([start, stop])))
     probe = placed.rows.between(first, last)
+    trip.cache.reserve(probe.last + 1)
     hidden = adapter.embed(ids[positions].to(adapter.device))
     masses = []
     for index, layer in enumerate(adapter.layers):
-        attended, query = attention(trip, index, layer, placed, hidden)
-        seen = cache.keys[index, :, : probe.last + 1]
-        shape = layer.shape
+        found = attention(trip, index, layer, placed, hidden, return_lse=True)
+        query, lse = (
+            states[:, first:last] for states in (found.query, found.lse) if states is not None
+        )
         masses.append(
-            column_mass(query[:, first:last], seen, probe, scale=shape.scale, horizon=shape.horizon)
+            column_mass(
+                query,
+                trip.cache.layer(index),
+                probe,
+                lse,
+                scale=layer.shape.scale,
+                horizon=layer.shape.horizon,
+            )
         )
         if index < len(adapter.layers) - 1:
-            hidden = finish(layer, hidden, attended)
+            hidden = finish(layer, hidden, found.out)
     mass = torch.stack(masses)[..., : layout.num_tokens].cpu()
     return F.pad(mass, (0, layout.num_tokens - mass.shape[-1]))

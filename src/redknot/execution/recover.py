@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from redknot.execution.cache import PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.models import Adapter, Layer
 from redknot.recovery import LayerPlan, Layout, Plan, Policy
@@ -27,6 +26,10 @@ class RequestSignals:
         self.measure_deviation: Callable[[], Float[Tensor, "token"]] = _unset
         self.measure_output: Callable[[], Float[Tensor, "row"]] = _unset
         self.ranked = 0
+
+    def forget(self) -> None:
+        """Let go of the layer that was measured, and with it of the request's cache."""
+        self.measure_deviation, self.measure_output = _unset, _unset
 
     def global_groups(self) -> Bool[Tensor, "layer group"]:
         """Groups that see everything."""
@@ -53,7 +56,6 @@ class Recovery:
     def __init__(
         self,
         adapter: Adapter,
-        cache: PromptCache,
         trip: Trip,
         token_ids: Int[Tensor, "token"],
         layout: Layout,
@@ -62,7 +64,7 @@ class Recovery:
         mass: Float[Tensor, "layer group token"] | None,
     ) -> None:
         self._adapter, self._policy, self._layout = adapter, policy, layout
-        self._cache, self._trip = cache, trip
+        self._trip = trip
         self._token_ids = token_ids.to(adapter.device)
         self._signals = RequestSignals(mass, global_groups)
         self._chunks: list[list[LayerPlan]] = []
@@ -91,9 +93,9 @@ class Recovery:
                 continue
             publish = self._policy.publish(stage)
             last = index == stage.num_layers - 1
-            attended, _ = attention(
+            attended = attention(
                 self._trip, index, layer, placed, hidden, publish=publish, tail=1 if last else None
-            )
+            ).out
             fed = None
             if last:
                 hidden = finish(layer, hidden[-1:], attended)
@@ -104,6 +106,7 @@ class Recovery:
                 stage.skipped[stage.rows[~torch.isin(stage.rows, fed)]] = True
             layers.append(LayerPlan(stage.rows, fed, publish, self._signals.ranked))
         self._chunks.append(layers)
+        self._signals.forget()
         return hidden
 
     def plan(self) -> Plan:
@@ -142,10 +145,10 @@ class Recovery:
         self._signals.ranked = len(placed.rows)
         normed = layer.attention_input(hidden)
         fresh = placed.rotate(layer.keys(normed)), layer.values(normed)
-        cache = self._cache
+        known = self._trip.cache.read(index, placed.rows.device)
         distance = sum(
-            (new.float() - plane[index][:, placed.rows.device].float()).square().sum((0, 2))
-            for new, plane in zip(fresh, (cache.keys, cache.values), strict=True)
+            (new.float() - old.float()).square().sum((0, 2))
+            for new, old in zip(fresh, known, strict=True)
         )
         full = torch.zeros(self._layout.num_tokens)
         full[placed.rows.host] = torch.as_tensor(distance).cpu()

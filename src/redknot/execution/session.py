@@ -115,7 +115,7 @@ class Session:
         first = prompt.spans[0].start if prompt.spans else 0
         keep = len(prompt) if policy.name == "prefix" else first
         prefilled = self.executor.prefill(
-            prompt.token_ids, lookup, policy, head_map, room=room, keep_beginning=keep
+            prompt.token_ids, lookup, policy, head_map, keep_beginning=keep
         )
         if prefilled.beginning is not None:
             self.remember(prefilled.beginning)

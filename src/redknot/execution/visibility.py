@@ -12,6 +12,7 @@ from redknot.heads.head_map import everything
 from redknot.kernels.attend import Reach
 from redknot.models import LayerShape
 from redknot.recovery import Windows
+from redknot.segpaged import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,19 @@ class Visibility:
         return cls(
             phase(Phase.PREFILL, windows.on_context), phase(Phase.DECODE, windows.on_decode), border
         )
+
+    @property
+    def hides(self) -> bool:
+        """Whether some row ever misses a token before it."""
+        layers = (*self.prefill, *self.decode)
+        return any(reach.span is not None for layer in layers for reach in layer)
+
+    def retention(self) -> Retention:
+        """Which pages rows still to come may see, for the rows (layer, group) of a page table."""
+        prefill, decode = (
+            [reach for layer in layers for reach in layer] for layers in (self.prefill, self.decode)
+        )
+        return Retention.phased(prefill, decode, self.border)
 
 
 def global_groups(

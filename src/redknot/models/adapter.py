@@ -43,6 +43,11 @@ class LayerShape:
     cost: LayerCost
 
     @property
+    def planes(self) -> dict[str, int]:
+        """What is stored of a token and group, with its width."""
+        return {"key": self.head_dim, "value": self.head_dim}
+
+    @property
     def attention_pair_flops(self) -> int:
         """FLOPs of one visible (query, key) pair in all query heads of one group."""
         return 4 * self.head_dim * self.queries_per_group

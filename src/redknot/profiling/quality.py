@@ -80,7 +80,7 @@ def _decode_windows(session: Session, dense: Prefilled, head_map: HeadMap) -> Pr
     executor, layout = session.executor, dense.layout
     sight = Visibility.of(executor.shapes, layout.context_end, head_map, Windows.DECODE)
     windowed = replace(dense, sight=sight)
-    dense.cache.length = layout.context_end
+    dense.cache.truncate(layout.context_end)
     logits = executor.extend(windowed, dense.token_ids[layout.context_end :])[-1]
     return replace(windowed, logits=logits)
 

@@ -137,7 +137,7 @@ def observe_prompt(
     gold = session.model.tokenizer(" " + row.answers[0].strip(), add_special_tokens=False)
     answer = torch.tensor(gold.input_ids[:16])
     end = dense.layout.context_end
-    context = dense.prompt_cache.first(end)
+    context = dense.cache.first(end)
     tail = torch.cat([prompt.token_ids[end:], answer[:-1]])
     reach = Reach(settings.window, settings.sink)
     return observe(session.model.adapter, context, tail, len(answer), reach)

@@ -46,17 +46,16 @@ def _attention_rows(
     hidden = adapter.embed(token_ids.to(adapter.device))
     found: list[list[Tensor]] = [[] for _ in spans]
     for index, layer in enumerate(adapter.layers):
-        attended, query = attention(trip, index, layer, placed, hidden)
+        attended = attention(trip, index, layer, placed, hidden)
+        keys, _ = cache.read(index, placed.rows.device)
         for rows, (start, stop) in zip(found, spans, strict=True):
             first = max(start, stop - ROWS)
             reach = Reach(horizon=shapes[index].horizon)
             seen = visible(torch.arange(first, stop), stop, reach).to(adapter.device)
-            picked = query[:, first:stop].view(
-                shapes[index].num_groups, -1, stop - first, query.shape[-1]
-            )
-            scores = picked @ cache.keys[index, :, None, :stop].transpose(-1, -2)
+            picked = attended.query[:, first:stop].unflatten(0, (shapes[index].num_groups, -1))
+            scores = picked @ keys[:, None, :stop].transpose(-1, -2)
             scores = scores.float() * layer.shape.scale
             mass = scores.masked_fill(~seen, float("-inf")).softmax(-1)[..., start:]
             rows.append(mass.flatten(2).cpu())
-        hidden = finish(layer, hidden, attended)
+        hidden = finish(layer, hidden, attended.out)
     return [torch.stack(rows)[:, :, :, None] for rows in found]

@@ -1,4 +1,4 @@
-"""Query rows of one stage and the reach of one KV head: what an attention call is planned from."""
+"""Query rows of one stage and what each KV head shows them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +17,12 @@ class Reach(NamedTuple):
     window: int | None = None  # tokens, the query's own included; None shows everything
     sink: int = 0  # first tokens of the prompt
     horizon: int | None = None  # the model's own sliding window, in tokens
+
+    @property
+    def span(self) -> int | None:
+        """The last positions that are shown without a gap, in tokens; None is all."""
+        limits = [limit for limit in (self.window, self.horizon) if limit is not None]
+        return min(limits) if limits else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

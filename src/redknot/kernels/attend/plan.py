@@ -1,0 +1,122 @@
+"""Work of one attention call: parts of rows that share a request and a reach pattern."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from redknot.kernels.attend.rows import Reach, Rows
+
+UNLIMITED = 2**30
+"A window or horizon that hides nothing, in tokens."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Rows of one request that see by one pattern of reaches."""
+
+    request: int
+    rows: Rows
+    reaches: tuple[Reach, ...]
+    "One for each KV head."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendPlan:
+    """Parts in the order of the query's rows; made once for all layers of a stage that share it.
+
+    Device work lists are made at first use and kept, by tile height.
+    """
+
+    parts: tuple[Part, ...]
+    _tiles: dict[tuple[int, int], "Tiles"] = field(default_factory=dict)
+    _lengths: list[Int[Tensor, "part kv_head"]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, *parts: Part) -> "AttendPlan":
+        """Plan ``parts``; those without rows are left out."""
+        kept = tuple(part for part in parts if len(part.rows))
+        if len({len(part.reaches) for part in kept}) > 1:
+            raise ValueError("parts of one call have equally many KV heads")
+        return cls(kept)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all parts."""
+        return sum(len(part.rows) for part in self.parts)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of every part."""
+        return len(self.parts[0].reaches) if self.parts else 0
+
+    @property
+    def lengths(self) -> Int[Tensor, "part kv_head"]:
+        """Keys up to the last row of each part, int32, once for every KV head."""
+        if not self._lengths:
+            tokens = [[part.rows.last + 1] * self.num_kv_heads for part in self.parts]
+            device = self.parts[0].rows.device.device
+            self._lengths.append(torch.tensor(tokens, dtype=torch.int32).to(device))
+        return self._lengths[0]
+
+    def tiles(self, group: int, height: int) -> "Tiles":
+        """Work of a kernel that takes ``height`` packed rows of ``group`` query heads at once."""
+        found = self._tiles.get((group, height))
+        if found is None:
+            found = self._tiles[group, height] = Tiles.of(self.parts, group, height)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """Tiles of a launch, longest first, and the tables that they point into, all int32."""
+
+    positions: Int[Tensor, "row"]
+    parts: Int[Tensor, "part 3"]
+    "First row, number of rows, request."
+    reaches: Int[Tensor, "part kv_head 3"]
+    "Window, sink, horizon."
+    work: Int[Tensor, "tile 3"]
+    "Part, KV head, first packed row."
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], group: int, height: int) -> "Tiles":
+        """Cut ``parts``; sorting and cutting happen on the device of the rows."""
+        device = parts[0].rows.device.device
+        positions = torch.cat([part.rows.device for part in parts]).to(torch.int32)
+        reaches = torch.tensor(
+            [[limits(reach) for reach in part.reaches] for part in parts], dtype=torch.int32
+        ).to(device, non_blocking=True)
+        table, work, cost, first = [], [], [], 0
+        for index, part in enumerate(parts):
+            count, heads = len(part.rows), len(part.reaches)
+            table.append((first, count, part.request))
+            own = positions[first : first + count]
+            starts = torch.arange(0, count * group, height, device=device, dtype=torch.int32)
+            ends = own[((starts + height).clamp(max=count * group) - 1) // group] + 1
+            window, sink, horizon = reaches[index].T[:, None, :]
+            span = torch.minimum(window, horizon)
+            seen = ends[:, None] - (own[starts // group][:, None] - span + 1).clamp(min=0)
+            cost.append((seen + torch.minimum(sink, span)).flatten())
+            head = torch.arange(heads, device=device, dtype=torch.int32)
+            tile = torch.broadcast_tensors(torch.full_like(head, index), head, starts[:, None])
+            work.append(torch.stack(tile, -1).flatten(0, 1))
+            first += count
+        order = torch.argsort(torch.cat(cost), descending=True, stable=True)
+        return cls(
+            positions,
+            torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True),
+            reaches,
+            torch.cat(work)[order].contiguous(),
+        )
+
+
+def limits(reach: Reach) -> tuple[int, int, int]:
+    """Window, sink and horizon as numbers; sinks of a reach without a window say nothing."""
+
+    def limit(tokens: int | None) -> int:
+        return UNLIMITED if tokens is None else min(tokens, UNLIMITED)
+
+    return limit(reach.window), 0 if reach.window is None else reach.sink, limit(reach.horizon)
