@@ -183,37 +183,40 @@ def load_fa3(library: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cache:
-    """The paged side of an FA3 call; every field None or 1 for plain tensors."""
+class Sequences:
+    """Where the sequences of an FA3 call lie: behind each other (by ``starts``) or in pages."""
 
+    longest: int
+    starts: Tensor | None = None  # of rows and keys alike, the end included; this build asks for it
     table: Tensor | None = None  # [sequence, page]
     used: Tensor | None = None  # [sequence]
-    longest: int | None = None
     metadata: Tensor | None = None
     num_splits: int = 1
 
 
 _FA3_UNUSED = (
-    "k_new", "v_new", "q_v", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q",
-    "max_seqlen_q", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary",
-    "q_descale", "k_descale", "v_descale", "s_aux", "cp_tot_seqused_k",
+    "k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k",
+    "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "s_aux",
+    "cp_tot_seqused_k",
 )  # fmt: skip
 
 
 def fa3(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *,
-    scale: float, window: int | None = None, pack_gqa: bool | None = None,
-    cache: Cache | None = None,
+    scale: float, where: Sequences, window: int | None = None, pack_gqa: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """One FA3 launch, causal; q and out [sequence, row, head, dim], any outer strides."""
-    cache = cache or Cache()
-    return _fa3_ops().fwd(
+    """One FA3 launch, causal, any outer strides.
+
+    q and out [row, head, dim] with ``starts``, [sequence, row, head, dim] with pages.
+    """
+    return fa3_ops().fwd(
         q, k, v, **dict.fromkeys(_FA3_UNUSED), out=out,
-        seqused_k=cache.used, max_seqlen_k=cache.longest, page_table=cache.table,
-        softmax_scale=scale, is_causal=True,
+        cu_seqlens_q=where.starts, cu_seqlens_k=where.starts, seqused_k=where.used,
+        max_seqlen_q=None if where.starts is None else where.longest, max_seqlen_k=where.longest,
+        page_table=where.table, softmax_scale=scale, is_causal=True,
         window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        softcap=0.0, is_rotary_interleaved=True, scheduler_metadata=cache.metadata,
-        num_splits=cache.num_splits, pack_gqa=pack_gqa, sm_margin=0, cp_world_size=1, cp_rank=0,
+        softcap=0.0, is_rotary_interleaved=True, scheduler_metadata=where.metadata,
+        num_splits=where.num_splits, pack_gqa=pack_gqa, sm_margin=0, cp_world_size=1, cp_rank=0,
     )[0]  # fmt: skip
 
 
@@ -224,18 +227,20 @@ def fa3_dense(p: Prefill) -> Call:
 
 def fa3_calls(p: Prefill, *, pack_gqa: bool | None = None) -> Call:
     """FA3, one call for each run of KV heads of one window (two here); it knows no sinks."""
-    _fa3_ops()
-    q, k, v = p.q.transpose(0, 1)[None], p.k.transpose(0, 1)[None], p.v.transpose(0, 1)[None]
+    fa3_ops()
+    num_rows = p.k.shape[1]
+    q, k, v = p.q.transpose(0, 1), *(x.transpose(0, 1).contiguous() for x in (p.k, p.v))
     out = torch.empty_like(q)
+    where = Sequences(num_rows, torch.tensor([0, num_rows], dtype=torch.int32, device=q.device))
     parts = [(w, slice(a, b), slice(a * p.group, b * p.group)) for w, a, b in runs(p.windows)]
 
     def call() -> Tensor:
         for window, kv, qs in parts:
             fa3(
-                q[:, :, qs], k[:, :, kv], v[:, :, kv], out[:, :, qs],
-                scale=p.scale, window=window, pack_gqa=pack_gqa,
+                q[:, qs], k[:, kv], v[:, kv], out[:, qs],
+                scale=p.scale, where=where, window=window, pack_gqa=pack_gqa,
             )  # fmt: skip
-        return out[0].transpose(0, 1)
+        return out.transpose(0, 1)
 
     return call
 
@@ -265,8 +270,8 @@ def decode_fa3_calls(p: Decode, *, page_size: int = 128, num_splits: int = 0) ->
         parts.append((args, window, _cache(*args[:2], table, used, window, num_splits)))
 
     def call() -> Tensor:
-        for args, window, cache in parts:
-            fa3(*args, scale=p.scale, window=window, cache=cache)
+        for args, window, where in parts:
+            fa3(*args, scale=p.scale, window=window, where=where)
         return out[:, 0]
 
     return call
@@ -293,16 +298,17 @@ def decode_fa3_per_head(p: Decode, *, page_size: int = 128, num_splits: int = 0)
     used = torch.tensor(lengths * num_requests, dtype=torch.int32, device=k.device)
     q = p.q.reshape(num_requests * num_kv, 1, -1, dim)
     out = torch.empty_like(q)
-    cache = _cache(q, k, table, used, None, num_splits)
+    where = _cache(q, k, table, used, None, num_splits)
 
     def call() -> Tensor:
-        fa3(q, k, v, out, scale=p.scale, cache=cache)
+        fa3(q, k, v, out, scale=p.scale, where=where)
         return out.view_as(p.q)
 
     return call
 
 
-def _fa3_ops() -> "torch._ops._OpNamespace":
+def fa3_ops() -> "torch._ops._OpNamespace":
+    """FA3's operators; PeerUnavailable where they are not loaded."""
     if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
         raise PeerUnavailable("FA3 is not loaded; see load_fa3")
     return torch.ops._vllm_fa3_C
@@ -320,16 +326,16 @@ def _paged(k: Tensor, v: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor
 
 def _cache(
     q: Tensor, k: Tensor, table: Tensor, used: Tensor, window: int | None, num_splits: int
-) -> Cache:
-    """The paged side of a decode call with FA3's schedule made ahead."""
+) -> Sequences:
+    """The pages of a decode call with FA3's schedule made ahead."""
     _, page_size, num_kv, dim = k.shape
     longest = table.shape[1] * page_size
-    metadata = _fa3_ops().get_scheduler_metadata(
+    metadata = fa3_ops().get_scheduler_metadata(
         len(q), 1, longest, q.shape[2], num_kv, dim, dim, q.dtype, used,
         None, None, None, None, None,  # cu_seqlens of q, k and new k; used q; left padding
         page_size, 0, True, -1 if window is None else window - 1, 0, False, num_splits, None, 0,
     )  # fmt: skip
-    return Cache(table, used, longest, metadata, num_splits)
+    return Sequences(longest, None, table, used, metadata, num_splits)
 
 
 PREFILL: dict[str, tuple[Callable[[Prefill], Call], Sees]] = {

@@ -18,7 +18,7 @@ def fa4_dense(p: Prefill) -> Call:
 
 def fa4_calls(p: Prefill, *, pack_gqa: bool | None = None) -> Call:
     """FA4, one call for each run of KV heads of one window (two here), without sinks."""
-    attend = _interface()._flash_attn_fwd  # the public function has no ``out``
+    attend = interface()._flash_attn_fwd  # the public function has no ``out``
     q, k, v = p.q.transpose(0, 1)[None], p.k.transpose(0, 1)[None], p.v.transpose(0, 1)[None]
     out = torch.empty_like(q)
     parts = [(w, slice(a, b), slice(a * p.group, b * p.group)) for w, a, b in runs(p.windows)]
@@ -49,7 +49,7 @@ def fa4_block_sparse(p: Prefill, *, pack_gqa: bool | None = None) -> Call:
 
 def fa4_calls_sinks(p: Prefill, *, pack_gqa: bool | None = None) -> Call:
     """FA4 with sinks, one call for each run of windows: plain causal, or block-sparse if local."""
-    attend = _interface()._flash_attn_fwd
+    attend = interface()._flash_attn_fwd
     out = torch.empty_like(p.q.transpose(0, 1))
     parts = []
     for window, first, last in runs(p.windows):
@@ -121,7 +121,7 @@ def _sparse(
     p: Prefill, first: int, last: int, out: Tensor, pack_gqa: bool | None
 ) -> Callable[[], object]:
     """A block-sparse launch of some KV heads, each a sequence of its own so that lists are its."""
-    attend = _interface()._flash_attn_fwd
+    attend = interface()._flash_attn_fwd
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     if p.q.shape[-1] != BLOCK:
@@ -148,12 +148,13 @@ def _compact(wanted: Tensor) -> tuple[Tensor, Tensor]:
     return count.int()[:, None], listed.int().contiguous()[:, None]
 
 
-def _interface() -> ModuleType:
+def interface() -> ModuleType:
+    """FA4's module; PeerUnavailable where it is not installed."""
     try:
-        import flash_attn.cute.interface as interface
+        import flash_attn.cute.interface as found
     except ImportError as error:
         raise PeerUnavailable(f"flash-attn-4 does not import: {error}") from error
-    return interface
+    return found
 
 
 PREFILL: dict[str, tuple[Callable[[Prefill], Call], Sees]] = {

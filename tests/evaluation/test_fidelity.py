@@ -82,7 +82,7 @@ def test_distances_equal_their_definitions() -> None:
 
     def along(start: Prefilled, tokens: torch.Tensor) -> torch.Tensor:
         rows = [start.logits, *session.executor.extend(start, tokens)[:-1]]
-        start.cache.length = len(prompt)
+        start.cache.truncate(len(prompt))
         return torch.stack(rows).double().log_softmax(-1)
 
     p, q = along(dense, ref.answer), along(other, ref.answer)

@@ -10,6 +10,7 @@ from tests.tiny import random_ids, tiny_hf
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from redknot.execution import PromptCache
 from redknot.execution.session import Session
 from redknot.heads import HeadMap
 from redknot.models.byte_tokenizer import byte_tokenizer
@@ -189,3 +190,11 @@ def far(got: Tensor, truth: Tensor, bound: float) -> bool:
     """Whether two results differ by more than rounding."""
     scale = truth.double().abs().max()
     return bool((got.double() - truth.double()).abs().max() > bound * scale)
+
+
+def held(cache: PromptCache, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [group, token, dim] of one layer, and where they are held at all."""
+    kv, tokens = cache.layer(layer), torch.arange(cache.length)
+    pages = kv.table[:, tokens // kv.page_size].long()
+    offset = tokens % kv.page_size
+    return kv.key[pages.clamp(min=0), offset], kv.value[pages.clamp(min=0), offset], pages >= 0

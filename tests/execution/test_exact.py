@@ -65,10 +65,11 @@ def test_relocated_keys_are_those_of_a_run_at_the_new_place(name: str, offset: i
     # An angle at position p is off by half an ulp, p * eps / 2, in both runs: scores, and with them
     # the softmax, move by that times |q| |k|. Layer 0 has no attention before it.
     turned = EPS * (start + len(SEGMENT)) * score_size(hf)
+    relocated = cache.first(start + len(SEGMENT))
     for layer, (keys, values) in enumerate(hf_state(hf, offset)):
         bound = rounding(hf, len(SEGMENT)) + layer * turned
-        assert_near(cache.values[layer, :, start:], values, bound)
-        got = cache.keys[layer, :, start:]
+        assert_near(relocated[1][layer, :, start:], values, bound)
+        got = relocated[0][layer, :, start:]
         for pairs in ((0,), (1, 2, 3), (4, 5, 6, 7)):  # high, middle and low frequencies
             band = [*pairs, *(pair + hf.config.head_dim // 2 for pair in pairs)]
             assert_near(got[..., band], keys[..., band], bound)
@@ -125,8 +126,9 @@ def test_recomputing_all_of_a_stored_prompt_is_dense(name: str, policy: Policy) 
     state = forward(hf, prompt.token_ids)
     for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
         bound = rounding(hf, len(prompt))
-        assert_near(prefilled.cache.keys[layer, :, : len(prompt)], keys, bound)
-        assert_near(prefilled.cache.values[layer, :, : len(prompt)], values, bound)
+        found = prefilled.cache.read(layer, torch.arange(len(prompt)))
+        assert_near(found[0], keys, bound)
+        assert_near(found[1], values, bound)
 
 
 def test_recomputing_less_than_all_is_not_dense() -> None:

@@ -62,8 +62,7 @@ def test_peak_memory_is_one_cache_and_the_work_of_a_layer(name: str) -> None:
     head_map = HeadMap.from_scores(scores, global_share=0.5, window=64)
     with LiveBytes() as bytes_:
         prefilled = session.prefill(prompt, parse_policy(name), head_map)
-    cache = prefilled.prompt_cache
-    held = 2 * cache.keys.numel() * cache.keys.element_size()
+    held = prefilled.cache.num_bytes
     assert bytes_.peak >= held  # the tracker sees the cache
     # State that is recorded for later prompts is the store's copy. One layer's K/V is 1/24 of the
     # cache; projections, FFN and masks of a layer take a few such.

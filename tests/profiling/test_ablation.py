@@ -32,7 +32,7 @@ def observed(session: Session, prompt: Prompt, answer: Tensor, reach: Reach) -> 
     end = prompt.spans[-1].stop
     dense = session.prefill(prompt, Dense())
     tail = torch.cat([prompt.token_ids[end:], answer[:-1]])
-    context = dense.prompt_cache.first(end)
+    context = dense.cache.first(end)
     return observe(session.model.adapter, context, tail, len(answer), reach)
 
 

@@ -87,16 +87,17 @@ def expected(session: Session, prefilled: Prefilled) -> int:
     """`plan_flops` in the counter's terms.
 
     The counter knows no element-wise relocation, but the output head, and the scores of the
-    question pass as whole matrices with the keys that a probe row cannot see.
+    question pass as whole matrices, from the first key that any probe row sees to the last.
     """
     plan, layout, sight = prefilled.plan, prefilled.layout, prefilled.sight
     shapes = session.executor.shapes
     flops = plan_flops(plan, layout, shapes, sight.prefill, sight.decode)
-    unseen = 0
-    if plan.probe_rows:
-        rows = probe_rows(layout)
-        unseen = len(rows) * (int(rows[-1]) + 1) - visible_pairs(rows, Reach())
-    scores = sum(unseen * s.num_groups * s.attention_pair_flops // 2 for s in shapes)
+    scores = 0
+    for shape in shapes if plan.probe_rows else ():
+        rows, reach = probe_rows(layout), Reach(horizon=shape.horizon)
+        oldest = 0 if shape.horizon is None else max(0, int(rows[0]) - shape.horizon + 1)
+        unseen = len(rows) * (int(rows[-1]) + 1 - oldest) - visible_pairs(rows, reach)
+        scores += unseen * shape.num_groups * shape.attention_pair_flops // 2
     return flops.total - flops.relocation + output_head(session) + scores
 
 

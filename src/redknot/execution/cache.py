@@ -79,8 +79,10 @@ class PromptCache:
         self._upload()
 
     def truncate(self, tokens: int) -> None:
-        """Forget positions from ``tokens`` on."""
-        if self._retention is not None and tokens < self.length:
+        """Forget positions from ``tokens`` on, if there are any."""
+        if tokens >= self.length:
+            return
+        if self._retention is not None:
             raise ValueError("what decoding no longer sees was given back: there is no way back")
         self._table.truncate(tokens)
         self._upload()

@@ -138,7 +138,7 @@ class Executor:
         sight = Visibility.of(self.shapes, layout.context_end, head_map, policy.windows)
         stages = Stages(self.adapter.device)
         with stages.stage("relocate"):
-            cache = self._relocated(layout, lookup)
+            cache = self._relocated(layout, lookup, policy)
         recorder = self._recorder(token_ids, layout, lookup, sight, keep_beginning)
         mass = None
         if policy.uses_probe and len(layout.stored):
@@ -186,10 +186,12 @@ class Executor:
     ) -> Trip:
         return Trip(cache, sight, self.settings.attention, self.settings.row_block, record)
 
-    def _relocated(self, layout: Layout, lookup: Lookup) -> PromptCache:
-        """A cache with all known state in place."""
-        known = max([layout.exact, *(stop for _, stop in layout.segments)])
-        cache = PromptCache.allocate(self.adapter, known, self.storage)
+    def _relocated(self, layout: Layout, lookup: Lookup, policy: Policy) -> PromptCache:
+        """A cache with all known state in place; chunks of a static plan make their own room."""
+        tokens = layout.num_tokens
+        if self._chunk_tokens(policy) is not None:
+            tokens = max([layout.exact, *(stop for _, stop in layout.segments)])
+        cache = PromptCache.allocate(self.adapter, tokens, self.storage)
         for span, state in lookup.hits if layout.segments else ():
             cache.place(self.adapter, state, span.start, len(span))
         if lookup.exact is not None and layout.exact:
@@ -215,12 +217,14 @@ class Executor:
             self.adapter, token_ids[:tokens], known=lookup.exact, tokens=layout.exact
         )
 
+    def _chunk_tokens(self, policy: Policy) -> int | None:
+        return None if policy.adaptive else self.settings.chunk_tokens
+
     def _in_chunks(
         self, recovery: Recovery, trip: Trip, layout: Layout, policy: Policy
     ) -> Float[Tensor, "row hidden"]:
-        step, cache = self.settings.chunk_tokens, trip.cache
-        if step is None or policy.adaptive:
-            cache.reserve(layout.num_tokens)
+        step, cache = self._chunk_tokens(policy), trip.cache
+        if step is None:
             return recovery.run(0, layout.num_tokens)
         retention = trip.sight.retention()
         for start in range(layout.exact, layout.num_tokens, step):

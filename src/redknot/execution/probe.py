@@ -29,7 +29,7 @@ def probe_mass(
     placed = Placed.at(adapter, positions)
     first, last = (int(i) for i in torch.searchsorted(positions, torch.tensor([start, stop])))
     probe = placed.rows.between(first, last)
-    trip.cache.reserve(probe.last + 1)
+    trip.cache.reserve(placed.rows.last + 1)
     hidden = adapter.embed(ids[positions].to(adapter.device))
     masses = []
     for index, layer in enumerate(adapter.layers):

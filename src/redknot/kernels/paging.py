@@ -116,10 +116,10 @@ class Piece(NamedTuple):
 
 
 def _even(pages: Int[Tensor, "stream page"]) -> Bool[Tensor, "page"]:
-    """Whether each column continues the first by the same step in every stream."""
+    """Whether each column continues the first, by an equal step from stream to stream."""
     first = pages[:, 0]
     steps = first[1:] - first[:-1]
-    level = not len(steps) or bool((steps == steps[0]).all())
+    level = not len(steps) or bool((steps == steps[0]).all() & (steps[0] >= 0))
     return ((pages - first[:, None]) == torch.arange(pages.shape[1])).all(0) & level
 
 

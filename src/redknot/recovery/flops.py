@@ -116,11 +116,12 @@ def _question_pass(plan: Plan, layout: Layout, shapes: Sequence[LayerShape], pre
     rows = question_rows(layout)
     rows = rows[rows >= prefix]
     layer = LayerPlan(rows)
-    scored = visible_pairs(probe_rows(layout), Reach())
+    probe = probe_rows(layout)
     total = Flops()
     for index, shape in enumerate(shapes):
         reaches = (Reach(horizon=shape.horizon),) * shape.num_groups
         total += layer_flops(layer, layout, shape, reaches, reaches, last=False)
+        scored = visible_pairs(probe, Reach(horizon=shape.horizon))
         total += Flops(attention=scored * shape.num_groups * shape.attention_pair_flops // 2)
         if index == len(shapes) - 1:  # the pass ends with the scores of the last layer
             unused = len(rows) * shape.cost.output, len(rows) * shape.cost.ffn
