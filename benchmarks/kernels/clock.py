@@ -72,6 +72,7 @@ class Replays(Eager):
             return out
 
         super().__init__([graphed(all_calls, warmup=1)], device)
+        self._read_by_the_graph = tuple(calls)
         self._launches = launches
         copies = f", {len(calls)} copies of the inputs in turn" if len(calls) > 1 else ""
         self.how = f"CUDA graph of {launches} calls{copies}"

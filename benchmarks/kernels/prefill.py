@@ -120,14 +120,17 @@ def run_gathered(bench: Bench) -> None:
         query = setting.random(len(positions), setting.num_query_heads, setting.dim).transpose(0, 1)
         oracle = Oracle(query, inputs.kv, positions, setting.scale)
         reaches = setting.reaches(window)
-        gathered = Case(
-            impl="triton gathered",
-            make=partial(_list, inputs.ours, "triton", query, positions),
-            check=lambda _, out, oracle=oracle, seen=reaches: oracle.errors(out, seen),
-            kind="ours",
-        )
+        gathered = [
+            Case(
+                impl=f"{backend} gathered",
+                make=partial(_list, inputs.ours, backend, query, positions),
+                check=lambda _, out, oracle=oracle, seen=reaches: oracle.errors(out, seen),
+                kind="ours",
+            )
+            for backend in BACKENDS
+        ]
         shape = f"tokens={tokens} window={window} page={setting.page_size} rows={len(positions)}"
-        cases = [gathered, *map(inputs.case, BACKENDS)]
+        cases = [*gathered, *map(inputs.case, BACKENDS)]
         bench.group("gathered", shape, cases, against=BACKENDS)
 
 

@@ -102,7 +102,8 @@ def _rivals(table: _Table, shape: str, tokens: int) -> Iterator[Target]:
 
 def _gathered(table: _Table) -> Iterator[Target]:
     for shape in table.shapes("gathered"):
-        found = table.over("gathered", shape, ["triton gathered"], BACKENDS)
+        ours = [f"{backend} gathered" for backend in BACKENDS]
+        found = table.over("gathered", shape, ours, BACKENDS)
         yield _most(f"25 % gathered rows, {shape}: best of all rows", 0.32, found)
         found = table.over("gathered", shape, ["triton gathered"], ["triton"])
         yield _most(f"25 % gathered rows, {shape}: Triton, all rows", 0.32, found)

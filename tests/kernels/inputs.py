@@ -98,11 +98,13 @@ class Pages:
         junk: float = NAN,
         hold: str = "seen",
         climbing: bool = False,
+        spare: int = 1,
     ) -> "Pages":
         """Pages in random order; pages that are in no table, and what lies behind the last token
         of a page, hold ``junk``; pages of which no row sees a key are absent.
 
-        ``climbing`` orders the pages of one logical page by KV head.
+        ``climbing`` orders the pages of one logical page by KV head; ``spare`` columns of the
+        table are absent for every stream.
         """
         generator = torch.Generator().manual_seed(seed)
         random_states = [
@@ -115,7 +117,7 @@ class Pages:
         offset = torch.arange(kv_heads)[:, None, None] % 4  # a wrong head shows in every value
         keys = [key.to(dtype).double() for key, _ in random_states]
         values = [(value + offset).to(dtype).double() for _, value in random_states]
-        width = max(-(-max(r.num_tokens, 1) // page_size) for r in requests) + 1
+        width = max(-(-max(r.num_tokens, 1) // page_size) for r in requests) + spare
         wanted = torch.zeros(len(requests), kv_heads, width, dtype=torch.bool)
         for index, request in enumerate(requests):
             for head in range(kv_heads):

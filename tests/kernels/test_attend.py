@@ -8,10 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
-from redknot.kernels.attend import AttendPlan, Part, Reach, attend
-from redknot.kernels.paging import PagedKV
 from tests.kernels.inputs import (
     DEVICE,
     DIMS,
@@ -30,6 +26,10 @@ from tests.kernels.inputs import (
     shown,
 )
 from tests.kernels.truth import EXP, FAST_EXP, Truth, truth
+from torch import Tensor
+
+from redknot.kernels.attend import AttendPlan, Part, Reach, attend
+from redknot.kernels.paging import PagedKV
 
 REACHES = [
     Reach(),
@@ -78,8 +78,8 @@ class Case:
         bulk = dim in (64, 128, 256) and options.get("page_size", 16) % 32 == 0
         if impl == "triton" and bulk:
             options["junk"] = 1e4  # bulk reads take along what must be finite
-        if impl == "torch":  # see the tests of absent pages and of descending pages below
-            hold, options["climbing"] = "all" if hold == "all" else "between", True
+        if impl == "torch":  # see the test of absent pages below
+            hold, options["climbing"] = "all" if hold == "all" else "between", False
         pages = Pages.of(requests, heads[1], dim, seed=seed, hold=hold, dtype=dtype, **options)
         rows = sum(len(request.positions) for request in requests)
         generator = torch.Generator().manual_seed(seed + 1)
@@ -101,9 +101,7 @@ class Case:
     def run(self, impl: str, **options: object) -> Tensor | tuple[Tensor, Tensor]:
         plan = plan_of(self.requests)
         with poisoned():
-            return attend(
-                self.query, self.pages.kv, plan, scale=self.scale, impl=impl, **options
-            )
+            return attend(self.query, self.pages.kv, plan, scale=self.scale, impl=impl, **options)
 
     def check(self, impl: str, **options: object) -> None:
         expected = self.truth
@@ -119,7 +117,17 @@ def mixed(start: int, kv_heads: int, among: Sequence[Reach] = REACHES) -> list[R
 
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype", "page_size", "num_tokens", "kind", "start"),
-    columns(28, 5, HEADS, DIMS, DTYPES, PAGE_SIZES, LENGTHS, KINDS, range(len(REACHES))),
+    columns(
+        16,
+        5,
+        HEADS,
+        DIMS,
+        DTYPES,
+        PAGE_SIZES,
+        LENGTHS,
+        [*KINDS, "single", "random"],
+        range(len(REACHES)),
+    ),
 )
 @pytest.mark.parametrize("impl", FAST)
 def test_every_backend_agrees_with_float64(
@@ -136,13 +144,15 @@ def test_every_backend_agrees_with_float64(
         Request(choose("random", 5, start), 7, mixed(start + 3, heads[1])),
         Request(choose(kind, num_tokens, start), num_tokens, mixed(start, heads[1])),
     ]
-    Case.of(
-        requests, heads, dim, impl=impl, dtype=dtype, page_size=page_size, seed=start
-    ).check(impl)
+    Case.of(requests, heads, dim, impl=impl, dtype=dtype, page_size=page_size, seed=start).check(
+        impl
+    )
 
 
 @pytest.mark.parametrize("start", range(0, len(REACHES), 4))
-@pytest.mark.parametrize(("impl", "dtype"), [("flex", d) for d in DTYPES] + [("reference", DTYPES[0])])
+@pytest.mark.parametrize(
+    ("impl", "dtype"), [("flex", d) for d in DTYPES] + [("reference", DTYPES[0])]
+)
 def test_slow_backends_agree_with_float64(impl: str, dtype: torch.dtype, start: int) -> None:
     requests = [
         Request([0, 3, 4], 5, mixed(start, 3)),
@@ -204,9 +214,7 @@ def test_parts_of_zero_length(impl: str) -> None:
 def test_a_call_without_rows_gives_empty_results(parts: int, impl: str) -> None:
     case = Case.of([Request([], 0, [Reach()] * 3), Request([0], 1, [Reach()] * 3)], (9, 3), 64)
     plan = AttendPlan.of(*(Part(0, place([]), (Reach(),) * 3) for _ in range(parts)))
-    out, lse = attend(
-        case.query[:, :0], case.pages.kv, plan, scale=1.0, impl=impl, return_lse=True
-    )
+    out, lse = attend(case.query[:, :0], case.pages.kv, plan, scale=1.0, impl=impl, return_lse=True)
     assert out.shape == (0, 9 * 64)
     assert lse.shape == (9, 0)
     assert lse.dtype is torch.float32
@@ -224,9 +232,7 @@ def test_rows_of_one_request_may_see_by_two_maps_in_any_order(impl: str) -> None
     plan = AttendPlan.of(*(Part(i, place(list(p)), reaches) for i, p, reaches in parts))
     query = case.query[:, order]
     with poisoned():
-        out, lse = attend(
-            query, case.pages.kv, plan, scale=case.scale, impl=impl, return_lse=True
-        )
+        out, lse = attend(query, case.pages.kv, plan, scale=case.scale, impl=impl, return_lse=True)
     first = 0
     for index, positions, reaches in parts:
         mine = slice(first, first + len(positions))
@@ -271,10 +277,10 @@ def test_any_call_of_the_torch_backend_agrees_with_float64(data: st.DataObject) 
     _any_call(data, "torch", 300)
 
 
-@settings(max_examples=15, deadline=None, phases=QUICK)
+@settings(max_examples=6, deadline=None, phases=QUICK)
 @given(data=st.data())
 def test_any_call_of_the_triton_backend_agrees_with_float64(data: st.DataObject) -> None:
-    _any_call(data, "triton", 100)
+    _any_call(data, "triton", 60)
 
 
 def _any_call(data: st.DataObject, impl: str, longest: int) -> None:
@@ -335,16 +341,13 @@ def test_a_plan_serves_layers_of_other_groups_and_tile_heights() -> None:
 @pytest.mark.parametrize("impl", ["auto", "reference", *FAST, "flex"])
 def test_contiguous_keys_are_pages_of_their_own(impl: str) -> None:
     case = Case.of([Request([3, 17, 30], 31, [Reach(), Reach(8, 2)])], (4, 2), impl=impl)
-    key, value = (
-        x[0].float().to(DEVICE) for x in (case.pages.keys, case.pages.values)
-    )
+    key, value = (x[0].float().to(DEVICE) for x in (case.pages.keys, case.pages.values))
     kv = PagedKV.dense(key, value)
     assert kv.key.data_ptr() == key.data_ptr()
     out = attend(case.query, kv, plan_of(case.requests), scale=case.scale, impl=impl)
     case.truth.check(out)
 
 
-@pytest.mark.xfail(strict=True, reason="pages in descending order give a negative stride")
 def test_torch_takes_pages_that_descend_from_head_to_head() -> None:
     kv = PagedKV(
         torch.randn(4, 16, 32, device=DEVICE),

@@ -2,23 +2,27 @@
 
 import pytest
 import torch
+from tests.kernels.inputs import DEVICE, place
 from torch import Tensor
 
 from redknot.kernels.attend import AttendPlan, Part, Reach, attend
 from redknot.kernels.attend.choice import measured
 from redknot.kernels.paging import PagedKV
-from tests.kernels.inputs import DEVICE, place
 
 IMPLS = ["auto", "reference", "torch", "triton", "flash", "flex"]
 
 
-def kv(kv_heads: int = 2, pages: int = 2, dim: int = 32, dtype: torch.dtype = torch.float32) -> PagedKV:
+def kv(
+    kv_heads: int = 2, pages: int = 2, dim: int = 32, dtype: torch.dtype = torch.float32
+) -> PagedKV:
     plane = torch.zeros(kv_heads * pages, 8, dim, dtype=dtype, device=DEVICE)
     table = torch.arange(kv_heads * pages, dtype=torch.int32, device=DEVICE)
     return PagedKV(plane, plane.clone(), table.view(kv_heads, pages), kv_heads)
 
 
-def query(heads: int = 4, rows: int = 1, dim: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
+def query(
+    heads: int = 4, rows: int = 1, dim: int = 32, dtype: torch.dtype = torch.float32
+) -> Tensor:
     return torch.zeros(heads, rows, dim, dtype=dtype, device=DEVICE)
 
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.kernels.inputs import Request, plan_of, poisoned
+from tests.kernels.test_attend import Case
 from torch import Tensor
 
 from redknot.kernels.attend import Reach, flash
 from redknot.kernels.paging import PagedKV
-from tests.kernels.inputs import Request, plan_of, poisoned
-from tests.kernels.test_attend import Case
 
 HALVES = [torch.float16, torch.bfloat16]
 PATTERNS = [
@@ -51,7 +51,7 @@ class Library:
         return lse
 
 
-@pytest.mark.parametrize("heads", [(5, 5), (35, 5)])
+@pytest.mark.parametrize("heads", [(5, 5), (15, 5)])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("reaches", PATTERNS)
 def test_calls_and_folded_sinks_are_attention(
@@ -62,7 +62,7 @@ def test_calls_and_folded_sinks_are_attention(
         Request([4], 5, reaches[::-1]),
         Request(range(30), 30, reaches),
     ]
-    case = Case.of(requests, heads, dtype=dtype, page_size=8)
+    case = Case.of(requests, heads, dtype=dtype, page_size=8, junk=1e4)
     library, plan = Library(), plan_of(requests)
     options = {"scale": case.scale, "forward": library}
     with poisoned():
@@ -86,6 +86,16 @@ def test_sinks_over_pages_and_dims(page_size: int, dim: int) -> None:
             forward=Library(),
         )  # fmt: skip
     case.truth.check(out, lse)
+
+
+@pytest.mark.xfail(strict=True, reason="reads page 0 for sinks behind the horizon; 0 * NaN is NaN")
+def test_absent_sinks_behind_the_horizon_are_not_read() -> None:
+    requests = [Request(range(50, 67), 70, [Reach(8, 20, 40)])]
+    case = Case.of(requests, (1, 1), dtype=torch.float16, page_size=8)
+    out, _ = flash.attend(
+        case.query, case.pages.kv, plan_of(requests), scale=case.scale, forward=Library()
+    )
+    case.truth.check(out)
 
 
 def test_gathered_rows_are_refused() -> None:

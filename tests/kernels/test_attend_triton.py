@@ -7,12 +7,12 @@ import textwrap
 
 import pytest
 import torch
+from tests.kernels.inputs import DTYPES, Request, choose, columns, plan_of, poisoned
+from tests.kernels.test_attend import Case
 
 from redknot.kernels.attend import Reach
 from redknot.kernels.attend import triton as kernel
 from redknot.kernels.attend.triton import Config
-from tests.kernels.inputs import DTYPES, Request, choose, columns, plan_of, poisoned
-from tests.kernels.test_attend import Case
 
 REACHES = [Reach(), Reach(20, 4), Reach(64, 40, 100), Reach(8), Reach(horizon=70), Reach(0, 5)]
 SHAPES = [(32, 16), (64, 64), (128, 128), (96, 32), (256, 64)]  # head dim, page size
@@ -22,9 +22,7 @@ def check(case: Case, config: Config) -> None:
     options = {"scale": case.scale, "config": config}
     plan, expected = plan_of(case.requests), case.truth
     with poisoned():
-        expected.check(
-            *kernel.attend(case.query, case.pages.kv, plan, return_lse=True, **options)
-        )
+        expected.check(*kernel.attend(case.query, case.pages.kv, plan, return_lse=True, **options))
         out, lse = kernel.attend(case.query, case.pages.kv, plan, **options)
     expected.check(out)
     assert lse is None
@@ -33,7 +31,7 @@ def check(case: Case, config: Config) -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "wide", "splits", "bulk", "shape", "dtype", "kind", "start"),
     columns(
-        22, 11, (16, 32, 64), (16, 32, 64), (0, 1, 2, 99), (0, 1, 2, 3, 5), (True, False),
+        16, 11, (16, 32, 64), (16, 32, 64), (0, 1, 1, 99), (0, 1, 2, 5), (True, False),
         SHAPES, DTYPES, ("all", "chunk", "random", "single"), range(6),
     ),
 )  # fmt: skip
@@ -46,11 +44,11 @@ def test_no_field_of_the_config_changes_anything_but_rounding(
     reaches = [REACHES[start], REACHES[(start + 1) % 6]]
     requests = [
         Request([0, 1, 4], 5, reaches),
-        Request(choose(kind, 150, start), 150, reaches[::-1]),
+        Request(choose(kind, 70, start), 70, reaches[::-1]),
     ]
     case = Case.of(
-        requests, (6, 2), dim, dtype=dtype, page_size=page_size, seed=start,
-        junk=1e4 if reads_bulk else float("nan"),
+        requests, (4, 2), dim, dtype=dtype, page_size=page_size, seed=start,
+        junk=1e4 if reads_bulk else float("nan"), spare=24,  # for splits without keys; see below
     )  # fmt: skip
     check(case, Config(rows, keys, 4, 2, splits, wide, bulk))
 
@@ -70,9 +68,15 @@ def test_edges_that_fall_on_borders_of_steps(reach: Reach, first: int, wide: int
 def test_rows_far_apart_in_one_tile(dim: int, bulk: bool) -> None:
     reaches = [Reach(4), Reach(4, 3), Reach(), Reach(horizon=9)]
     request = Request([0, 1, 63, 64, 65, 128, 199], 200, reaches)
-    case = Case.of([request], (4, 4), dim, page_size=32, junk=1e4)
+    case = Case.of([request], (4, 4), dim, page_size=32, junk=1e4, spare=24)
     for splits in (1, 3):
         check(case, Config(16, 32, splits=splits, bulk=bulk))
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_sinks_count_once_over_all_splits(splits: int) -> None:
+    request = Request(range(70, 80), 80, [Reach(30, 5)])
+    check(Case.of([request], (1, 1), spare=24), Config(16, 16, splits=splits))
 
 
 def test_splits_are_more_than_one_only_where_tiles_alone_do_not_fill_the_device() -> None:

@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
+from tests.kernels.inputs import DEVICE, DIMS, DTYPES, HEADS, PAGE_SIZES, Request, columns, poisoned
+from tests.kernels.test_attend import Case
 from torch import Tensor
 
 from redknot.kernels.attend import DecodePlan, Reach, attend_decode, decode
 from redknot.kernels.attend import decode_triton as kernel
-from tests.kernels.inputs import DEVICE, DIMS, DTYPES, HEADS, PAGE_SIZES, Request, columns, poisoned
-from tests.kernels.test_attend import Case
 
 REACHES = [
     Reach(), Reach(16, 4), Reach(1), Reach(40, 64), Reach(horizon=30), Reach(24, 8, 50),
@@ -26,20 +26,16 @@ def step(
     return Case.of(requests, heads, dim, **options)
 
 
-def run(
-    case: Case, planned: list[int], *, impl: str = "triton", target_units: int = 264
-) -> Tensor:
+def run(case: Case, planned: list[int], *, impl: str = "triton", target_units: int = 264) -> Tensor:
     reaches = tuple(case.requests[0].reaches)
     plan = DecodePlan.of(planned, reaches, DEVICE, target_units=target_units)
     positions = torch.tensor([r.positions[0] for r in case.requests], dtype=torch.int32).to(DEVICE)
     query = case.query.transpose(0, 1)
     with poisoned():
-        return attend_decode(
-            query, case.pages.kv, plan, positions, scale=case.scale, impl=impl
-        )
+        return attend_decode(query, case.pages.kv, plan, positions, scale=case.scale, impl=impl)
 
 
-@pytest.fixture(params=[256, 16, 5])
+@pytest.fixture(params=[256, 16])
 def shortest_unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(decode, "MIN_UNIT_TOKENS", request.param)
     return request.param
@@ -47,7 +43,7 @@ def shortest_unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype", "page_size", "start"),
-    columns(14, 3, HEADS, DIMS, DTYPES, PAGE_SIZES, range(len(REACHES))),
+    columns(12, 3, HEADS, DIMS, DTYPES, PAGE_SIZES, range(len(REACHES))),
 )
 def test_steps_agree_with_float64(
     shortest_unit: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, page_size: int,
@@ -60,7 +56,7 @@ def test_steps_agree_with_float64(
 
 
 @pytest.mark.parametrize("start", range(0, len(REACHES), 3))
-@pytest.mark.parametrize("ahead", [0, 1, 60, 120])
+@pytest.mark.parametrize("ahead", [0, 60, 120])
 def test_a_plan_stays_valid_while_requests_grow(start: int, ahead: int, shortest_unit: int) -> None:
     reaches = [REACHES[start + head] for head in range(3)]
     lengths = [130, 121, 150]
@@ -69,7 +65,7 @@ def test_a_plan_stays_valid_while_requests_grow(start: int, ahead: int, shortest
 
 
 @pytest.mark.parametrize("dim", [32, 64])
-@pytest.mark.parametrize("target_units", [1, 2, 7, 40, 400])
+@pytest.mark.parametrize("target_units", [1, 7, 100])
 def test_the_number_of_splits_changes_nothing_but_rounding(
     target_units: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +92,26 @@ def test_keys_of_a_step_change_nothing_but_rounding(keys: int) -> None:
         case.query.transpose(0, 1), case.pages.kv, plan, positions, scale=case.scale,
         config=kernel.Config(keys),
     )  # fmt: skip
+    case.truth.check(out)
+
+
+@pytest.mark.parametrize(("length", "splits"), [(33, 2), (49, 3), (320, 20), (321, 20)])
+def test_splits_take_every_key_and_may_be_many(
+    length: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "MIN_UNIT_TOKENS", 1)
+    case = step([length], [Reach()], (2, 1))
+    plan = DecodePlan.of([length], (Reach(),), DEVICE, target_units=splits)
+    positions = torch.tensor([length - 1], dtype=torch.int32).to(DEVICE)
+    with poisoned():
+        out = kernel.attend_decode(
+            case.query.transpose(0, 1),
+            case.pages.kv,
+            plan,
+            positions,
+            scale=case.scale,
+            config=kernel.Config(16),
+        )
     case.truth.check(out)
 
 

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from tests.kernels.inputs import DEVICE, Pages, Request, shown
 from torch import Tensor
-
-from tests.kernels.inputs import Pages, Request, shown
 
 EPS = torch.finfo(torch.float32).eps
 EXP = 2 * EPS
@@ -75,7 +74,7 @@ def _by_row(x: Tensor) -> Tensor:
 def _head(
     query: Tensor, key: Tensor, value: Tensor, request: Request, kv_head: int
 ) -> tuple[Tensor, ...]:
-    """Of [member, row]: largest sum |q||k|, number of keys, log-sum-exp; output, mean and largest |v|."""
+    """Largest sum |q||k|, number of keys, log-sum-exp; then output, mean and largest |v|."""
     if not len(key):
         nothing = query.new_zeros(query.shape[:2])
         return nothing, nothing, nothing.log(), query, query, query  # no rows
@@ -123,6 +122,8 @@ def bounds(
     lse_bound = score + EPS * (2 * count + 2 * log + merges + 4)
     relative = 2 * score + EPS * (4 * count + 4 * log + 4 * merges + 8)
     half = 3 * kind.eps / 2 if dtype != torch.float32 else 0.0
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        half *= 2  # Triton's interpreter cuts off what does not fit instead of rounding it
     smallest = kind.tiny * kind.eps
     out_bound = (relative[..., None] + half) * mean + smallest * (counts * largest + 1)
     return torch.where(counts == 0, 0, out_bound), lse_bound

@@ -23,8 +23,10 @@ def measured(query: Tensor, kv: PagedKV, plan: AttendPlan) -> str:
     rows = "consecutive" if all(part.rows.consecutive for part in plan.parts) else "gathered"
     major, minor = torch.cuda.get_device_capability(query.device)
     precision = "float32" if query.dtype == torch.float32 else "half"
-    for row in _table():
-        if (row["arch"], row["rows"], row["precision"]) == (f"sm{major}{minor}", rows, precision):
+    tokens = max(part.rows.last for part in plan.parts) + 1
+    kind = (f"sm{major}{minor}", rows, precision)
+    for row in _table():  # of one kind, the longest prompts come first
+        if (row["arch"], row["rows"], row["precision"]) == kind and tokens >= row["from_tokens"]:
             return next(name for name in row["fastest_first"] if _installed(name))
     return "triton" if _installed("triton") else "torch"
 

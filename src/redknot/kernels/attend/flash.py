@@ -1,7 +1,8 @@
 """Attention by a FlashAttention library over page tables: one call for each class of KV heads.
 
-A KV head is a sequence of its own, so heads of one window share a call; the sinks that a window no
-longer reaches are folded into its output by a small kernel of ours.
+A KV head is a sequence of its own, so heads of one window share a call. What such a call cannot
+express, the sinks behind a window and the ragged edge of gathered rows, is folded into its output
+by a small kernel of ours.
 """
 
 import itertools
@@ -9,13 +10,17 @@ from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from redknot.kernels.attend.plan import AttendPlan, Part
+from redknot.kernels.attend.rows import Reach
 from redknot.kernels.paging import PagedKV
+
+ROW_BLOCK = 256
+"Gathered rows of a sequence: fewer leave the library less to do, more leave a wider ragged edge."
 
 
 class Forward(Protocol):
@@ -48,38 +53,98 @@ def attend(
     return_lse: bool = False,
     forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `redknot.kernels.attend.attend`, for consecutive rows and float16 or bfloat16."""
+    """As `redknot.kernels.attend.attend`, for float16 and bfloat16."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"flash runs float16 and bfloat16, not {query.dtype}")
-    forward = forward or library()
-    num_heads, num_rows, dim = query.shape
-    group = num_heads // kv.num_kv_heads
-    out = query.new_empty(num_rows, num_heads, dim)
-    lse = query.new_empty(num_heads, num_rows, dtype=torch.float32) if return_lse else None
-    table = kv.table.clamp(min=0)  # an absent page may stand in the block where a window begins
-    first = 0
-    for index, part in enumerate(plan.parts):
-        if not part.rows.consecutive:
-            raise ValueError("flash takes consecutive rows")
-        rows = slice(first, first + len(part.rows))
-        for heads in _runs(part):
-            members = slice(heads.start * group, heads.stop * group)
-            reach = part.reaches[heads.start]
-            q = query[members, rows].unflatten(0, (-1, group)).transpose(1, 2)
-            target = out[rows, members].unflatten(1, (-1, group)).transpose(0, 1)
-            streams = slice(
-                *(part.request * kv.num_kv_heads + h for h in (heads.start, heads.stop))
-            )
-            tokens = plan.lengths[index, : len(heads)]
-            found = forward(q, kv, table[streams], tokens, reach.span, scale, target)
-            if reach.window is not None and reach.sink and part.rows.last >= reach.window:
-                from redknot.kernels.attend.sinks import fold_sinks
+    call = _Call(query, kv, plan, scale, forward or library(), return_lse)
+    for index in range(len(plan.parts)):
+        call.run(index)
+    return call.out.flatten(1), call.lse
 
-                fold_sinks(q, kv, table[streams], part.rows.first, reach, scale, target, found)
-            if lse is not None:
-                lse[members, rows] = found.flatten(0, 1)
-        first = rows.stop
-    return out.flatten(1), lse
+
+class _Call:
+    """Attention of all parts of a plan into one output."""
+
+    def __init__(
+        self, query: Tensor, kv: PagedKV, plan: AttendPlan, scale: float, forward: Forward,
+        return_lse: bool,
+    ) -> None:  # fmt: skip
+        self._query, self._kv, self._plan = query, kv, plan
+        self._scale, self._forward = scale, forward
+        num_heads, num_rows, dim = query.shape
+        self._group = num_heads // kv.num_kv_heads
+        self._table = kv.table.clamp(min=0)  # a window's first block may reach into absent pages
+        self.out = query.new_empty(num_rows, num_heads, dim)
+        self.lse = query.new_empty(num_heads, num_rows, dtype=torch.float32) if return_lse else None
+
+    def run(self, index: int) -> None:
+        """One part: heads of one reach together."""
+        part, rows = self._plan.parts[index], self._plan.rows_of(index)
+        streams = part.request * self._kv.num_kv_heads
+        for heads in _runs(part):
+            reach = part.reaches[heads.start]
+            members = slice(heads.start * self._group, heads.stop * self._group)
+            query = self._query[members, rows].unflatten(0, (-1, self._group)).transpose(1, 2)
+            out = self.out[rows, members].unflatten(1, (-1, self._group)).transpose(0, 1)
+            table = self._table[streams + heads.start : streams + heads.stop]
+            if part.rows.consecutive:
+                lse = self._consecutive(index, reach, table, query, out)
+            elif reach.span is None and len(part.rows) > ROW_BLOCK:
+                lse = self._gathered(index, table, query, out)
+            else:
+                lse = self._short(index, heads, table, query, out)
+            if self.lse is not None:
+                self.lse[members, rows] = lse.flatten(0, 1)
+
+    def _consecutive(
+        self, index: int, reach: Reach, table: Tensor, query: Tensor, out: Tensor
+    ) -> Tensor:
+        tokens = self._plan.lengths[index, : len(table)]
+        lse = self._forward(query, self._kv, table, tokens, reach.span, self._scale, out)
+        last = self._plan.parts[index].rows.last
+        if reach.window is not None and reach.sink and last >= reach.window:
+            from redknot.kernels.attend.fold import fold_sinks
+
+            positions = self._plan.positions[self._plan.rows_of(index)]
+            fold_sinks(query, self._kv, table, positions, reach, self._scale, out, lse)
+        return lse
+
+    def _gathered(self, index: int, table: Tensor, query: Tensor, out: Tensor) -> Tensor:
+        """Rows that see everything, in blocks that count as sequences.
+
+        Row i of a block whose first row stands at p stands at p + i or later, so it sees all keys
+        up to p + i: what causal attention of consecutive rows would show it. The rest is folded in.
+        """
+        from redknot.kernels.attend.fold import fold_ragged
+
+        positions = self._plan.positions[self._plan.rows_of(index)]
+        count = len(positions)
+        lse = query.new_empty(len(table), self._group, count, dtype=torch.float32)
+        whole = count // ROW_BLOCK * ROW_BLOCK
+        for start, stop, size in ((0, whole, ROW_BLOCK), (whole, count, count - whole)):
+            if start == stop:
+                continue
+            tokens = positions[start:stop:size] + size
+            for head in range(len(table)):
+                q, o = (x[head, start:stop].unflatten(0, (-1, size)) for x in (query, out))
+                pages = table[head].expand(len(tokens), -1)
+                found = self._forward(q, self._kv, pages, tokens, None, self._scale, o)
+                lse[head, :, start:stop] = found.transpose(0, 1).flatten(1)
+        index_in = torch.arange(count, device=positions.device)
+        step = index_in % ROW_BLOCK
+        known = (positions[index_in - step] + step + 1).to(torch.int32)
+        fold_ragged(query, self._kv, table, positions, known, self._scale, out, lse)
+        return lse
+
+    def _short(self, index: int, heads: range, table: Tensor, query: Tensor, out: Tensor) -> Tensor:
+        """Gathered rows with a window, or few of them: packed tiles of our own kernel."""
+        from redknot.kernels.attend import triton
+
+        plan = self._plan.alone(index, heads)
+        kv = PagedKV(self._kv.key, self._kv.value, table, len(heads))
+        rows, target = query.transpose(1, 2).flatten(0, 1), out.transpose(0, 1).flatten(1, 2)
+        _, lse = triton.attend(rows, kv, plan, scale=self._scale, return_lse=True, out=target)
+        return cast(Tensor, lse).unflatten(0, (len(heads), -1))
 
 
 def _runs(part: Part) -> Iterator[range]:
@@ -93,13 +158,13 @@ def _runs(part: Part) -> Iterator[range]:
 @lru_cache
 def library() -> Forward:
     """The library that is installed; ImportError where there is none."""
+    if _has_fa4():  # a few per cent ahead of FlashAttention-3 on an H200
+        return fa4
     path = _fa3_library()
     if path is not None:
         if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
             torch.ops.load_library(str(path))
         return fa3
-    if _has_fa4():
-        return fa4
     raise ImportError("flash needs flash-attn-4 or the FlashAttention-3 that comes with vLLM")
 
 

@@ -1,7 +1,8 @@
 """Work of one attention call: parts of rows that share a request and a reach pattern."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -27,12 +28,11 @@ class Part:
 class AttendPlan:
     """Parts in the order of the query's rows; made once for all layers of a stage that share it.
 
-    Device work lists are made at first use and kept, by tile height.
+    What kernels need of it on the device is made at first use and kept.
     """
 
     parts: tuple[Part, ...]
-    _tiles: dict[tuple[int, int], "Tiles"] = field(default_factory=dict)
-    _lengths: list[Int[Tensor, "part kv_head"]] = field(default_factory=list)
+    _made: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, *parts: Part) -> "AttendPlan":
@@ -53,20 +53,43 @@ class AttendPlan:
         return len(self.parts[0].reaches) if self.parts else 0
 
     @property
+    def positions(self) -> Int[Tensor, "row"]:
+        """Of all rows, int32, on the device."""
+        return self._once("positions", self._positions)
+
+    @property
     def lengths(self) -> Int[Tensor, "part kv_head"]:
         """Keys up to the last row of each part, int32, once for every KV head."""
-        if not self._lengths:
-            tokens = [[part.rows.last + 1] * self.num_kv_heads for part in self.parts]
-            device = self.parts[0].rows.device.device
-            self._lengths.append(torch.tensor(tokens, dtype=torch.int32).to(device))
-        return self._lengths[0]
+        return self._once("lengths", self._lengths)
+
+    def rows_of(self, index: int) -> slice:
+        """Where the rows of a part stand among all rows."""
+        first = sum(len(part.rows) for part in self.parts[:index])
+        return slice(first, first + len(self.parts[index].rows))
+
+    def alone(self, index: int, heads: range) -> "AttendPlan":
+        """One part for some KV heads, as the only request."""
+        part = self.parts[index]
+        reaches = part.reaches[heads.start : heads.stop]
+        return self._once(
+            (index, heads.start, heads.stop), lambda: AttendPlan.of(Part(0, part.rows, reaches))
+        )
 
     def tiles(self, group: int, height: int) -> "Tiles":
         """Work of a kernel that takes ``height`` packed rows of ``group`` query heads at once."""
-        found = self._tiles.get((group, height))
-        if found is None:
-            found = self._tiles[group, height] = Tiles.of(self.parts, group, height)
-        return found
+        return self._once((group, height), lambda: Tiles.of(self, group, height))
+
+    def _positions(self) -> Int[Tensor, "row"]:
+        return torch.cat([part.rows.device for part in self.parts]).to(torch.int32)
+
+    def _lengths(self) -> Int[Tensor, "part kv_head"]:
+        tokens = [[part.rows.last + 1] * self.num_kv_heads for part in self.parts]
+        return torch.tensor(tokens, dtype=torch.int32).to(self.parts[0].rows.device.device)
+
+    def _once(self, key: object, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,10 +105,10 @@ class Tiles:
     "Part, KV head, first packed row."
 
     @classmethod
-    def of(cls, parts: Sequence[Part], group: int, height: int) -> "Tiles":
-        """Cut ``parts``; sorting and cutting happen on the device of the rows."""
-        device = parts[0].rows.device.device
-        positions = torch.cat([part.rows.device for part in parts]).to(torch.int32)
+    def of(cls, plan: AttendPlan, group: int, height: int) -> "Tiles":
+        """Cut the parts of ``plan``; sorting and cutting happen on the device of the rows."""
+        parts, positions = plan.parts, plan.positions
+        device = positions.device
         reaches = torch.tensor(
             [[limits(reach) for reach in part.reaches] for part in parts], dtype=torch.int32
         ).to(device, non_blocking=True)

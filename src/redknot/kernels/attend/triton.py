@@ -271,12 +271,14 @@ def attend(
     scale: float,
     config: Config | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `redknot.kernels.attend.attend`."""
+    """As `redknot.kernels.attend.attend`; may write ``out`` [row, query_head, dim]."""
     num_heads, num_rows, dim = query.shape
     group = num_heads // kv.num_kv_heads
     config = config or _config(dim, query.dtype)
-    out = torch.empty(num_rows, num_heads, dim, dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(num_rows, num_heads, dim, dtype=query.dtype, device=query.device)
     lse = query.new_empty(num_heads, num_rows, dtype=torch.float32) if return_lse else out
     tiles = plan.tiles(group, config.rows)
     splits = config.splits or _splits(len(tiles.work), max(p.rows.last for p in plan.parts) + 1)
@@ -302,7 +304,7 @@ def attend(
             out.stride(1), out.stride(0), num_rows,
             GROUP=group, D=dim, BD=width, BM=config.rows, BR=8, WANTS_LSE=return_lse, num_warps=2,
         )  # fmt: skip
-    return out.view(num_rows, -1), lse if return_lse else None
+    return out.flatten(1), lse if return_lse else None
 
 
 def _splits(tiles: int, tokens: int) -> int:

@@ -81,6 +81,12 @@ def _mass(
     tl.store(mass + head * num_keys + keys, total, mask=keys < num_keys)
 
 
+def _config(dim: int, dtype: torch.dtype) -> Config:
+    """What ran fastest on an H200; smaller where a row of a state is long, to fit shared memory."""
+    wide = triton.next_power_of_2(dim) * dtype.itemsize > 512
+    return Config(64, 32) if wide else Config()
+
+
 def column_mass(
     query: Tensor,
     kv: PagedKV,
@@ -90,9 +96,10 @@ def column_mass(
     scale: float,
     horizon: int | None,
     request: int,
-    config: Config = Config(),
+    config: Config | None = None,
 ) -> Tensor:
     """As `redknot.kernels.score.column_mass`."""
+    config = config or _config(query.shape[2], query.dtype)
     heads, dim, num_keys = kv.num_kv_heads, query.shape[2], rows.last + 1
     group = query.shape[0] // heads
     packed = query.unflatten(0, (heads, group)).transpose(1, 2).contiguous()
