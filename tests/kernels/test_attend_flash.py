@@ -98,12 +98,23 @@ def test_absent_sinks_behind_the_horizon_are_not_read() -> None:
     case.truth.check(out)
 
 
-def test_gathered_rows_are_refused() -> None:
-    case = Case.of([Request([3, 5], 6, [Reach()])], (2, 1), dtype=torch.float16)
-    with pytest.raises(ValueError, match="flash takes consecutive rows"):
-        flash.attend(
-            case.query, case.pages.kv, plan_of(case.requests), scale=1.0, forward=Library()
+@pytest.mark.parametrize("row_block", [4, 16, 1000])
+@pytest.mark.parametrize("reach", [Reach(), Reach(8, 4), Reach(horizon=20)])
+def test_gathered_rows(reach: Reach, row_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "ROW_BLOCK", row_block)
+    positions = [3, 4, 9, 10, 11, 30, 31, 50, 63, 64, 65, 70, 71, 72, 90, 91, 92, 93]
+    requests = [Request(positions, 100, [reach, Reach()]), Request([0, 6], 7, [Reach(), reach])]
+    case = Case.of(requests, (6, 2), dtype=torch.float16, page_size=8, hold="all")
+    with poisoned():
+        out, lse = flash.attend(
+            case.query,
+            case.pages.kv,
+            plan_of(requests),
+            scale=case.scale,
+            return_lse=True,
+            forward=Library(),
         )
+    case.truth.check(out, lse)
 
 
 @pytest.mark.xfail(strict=True, reason="the library's plus infinity comes through")

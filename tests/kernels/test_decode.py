@@ -100,7 +100,7 @@ def test_splits_take_every_key_and_may_be_many(
     length: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "MIN_UNIT_TOKENS", 1)
-    case = step([length], [Reach()], (2, 1))
+    case = step([length], [Reach()], (16, 1))
     plan = DecodePlan.of([length], (Reach(),), DEVICE, target_units=splits)
     positions = torch.tensor([length - 1], dtype=torch.int32).to(DEVICE)
     with poisoned():
