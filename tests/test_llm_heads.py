@@ -44,7 +44,9 @@ def test_decoding_with_eviction_equals_decoding_on_the_whole_cache(
     ends = llm.session.model.end_token_ids
     assert list(result.token_ids) == greedy(llm.session.executor, whole, ends, 40)
     pages = 4 * 2 * 2 * 16  # each group may hold two pages of 16 tokens beyond what it sees
-    assert whole.retain().cache.num_bytes < 0.8 * full_bytes(len(prompt)) + full_bytes(1) * pages / 8
+    assert (
+        whole.retain().cache.num_bytes < 0.8 * full_bytes(len(prompt)) + full_bytes(1) * pages / 8
+    )
 
 
 def test_half_of_the_heads_local_frees_45_percent_of_the_bytes() -> None:

@@ -72,7 +72,9 @@ def test_calls_and_folded_sinks_are_attention(
     assert torch.equal(again, out)
     assert none is None
     runs = [[reach for reach, _ in itertools.groupby(r.reaches)] for r in requests]
-    assert library.windows == [reach.span for run in runs for reach in run] * 2
+    # a window of nothing is not the library's to run
+    spans = [reach.span for run in runs for reach in run if reach.span != 0]
+    assert library.windows == spans * 2
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
@@ -88,7 +90,6 @@ def test_sinks_over_pages_and_dims(page_size: int, dim: int) -> None:
     case.truth.check(out, lse)
 
 
-@pytest.mark.xfail(strict=True, reason="reads page 0 for sinks behind the horizon; 0 * NaN is NaN")
 def test_absent_sinks_behind_the_horizon_are_not_read() -> None:
     requests = [Request(range(50, 67), 70, [Reach(8, 20, 40)])]
     case = Case.of(requests, (1, 1), dtype=torch.float16, page_size=8)
@@ -117,7 +118,6 @@ def test_gathered_rows(reach: Reach, row_block: int, monkeypatch: pytest.MonkeyP
     case.truth.check(out, lse)
 
 
-@pytest.mark.xfail(strict=True, reason="the library's plus infinity comes through")
 def test_rows_without_a_key_have_minus_infinity() -> None:
     """KN-01."""
     case = Case.of([Request([3, 4], 5, [Reach(0)])], (2, 1), dtype=torch.float16, hold="all")
@@ -134,9 +134,6 @@ def test_rows_without_a_key_have_minus_infinity() -> None:
         (None, -1, -1),
         (1, 0, 0),
         (256, 255, 0),
-        pytest.param(
-            0, -2, 0, marks=pytest.mark.xfail(strict=True, reason="-1 is an unlimited window")
-        ),
     ],
 )
 def test_the_window_that_flash_attention_3_is_given(

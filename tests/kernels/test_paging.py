@@ -77,7 +77,6 @@ def test_pages_may_descend_from_stream_to_stream(tables: tuple[list[int], ...]) 
     check(paged(*tables, kv_heads=2), [0, 1], 0, SIZE * len(tables[0]))
 
 
-@pytest.mark.xfail(strict=True, reason="IndexError")
 def test_no_positions_are_no_pieces() -> None:
     assert sum(p.key.shape[1] for p in paged([3, 4]).pieces([0], 4, 4)) == 0
 

@@ -116,7 +116,6 @@ def test_calls_that_make_no_sense_are_refused(impl: str) -> None:
         select_top(scores, 1, torch.ones(4, dtype=torch.bool, device=DEVICE), impl=impl)
 
 
-@pytest.mark.xfail(strict=True, reason="NaN is taken for minus infinity")
 def test_nan_ranks_below_minus_infinity_in_torch() -> None:
     check(torch.tensor([NAN, -INF, NAN, 1.0]).to(DEVICE), 2, None, "torch")
 
@@ -125,13 +124,13 @@ def test_nan_ranks_below_minus_infinity_in_triton() -> None:
     check(torch.tensor([NAN, -INF, NAN, 1.0]).to(DEVICE), 2, None, "triton")
 
 
-@pytest.mark.xfail(strict=True, reason="rounded to float32")
-def test_float64_scores_in_triton() -> None:
-    scores = 1 + torch.arange(5, dtype=torch.float64) * 1e-12
-    check(scores.to(DEVICE), 2, None, "triton")
+def test_float64_scores_keep_their_digits_or_are_refused() -> None:
+    scores = (1 + torch.arange(5, dtype=torch.float64) * 1e-12).to(DEVICE)
+    check(scores, 2, None, "auto")
+    with pytest.raises(ValueError, match="float64"):
+        select_top(scores, 2, impl="triton")
 
 
-@pytest.mark.xfail(strict=True, reason="any other word is torch")
 def test_an_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match="implementation"):
         select_top(torch.zeros(3, device=DEVICE), 1, impl="tritn")

@@ -46,7 +46,9 @@ def test_a_relocated_first_layer_key_is_a_freshly_rotated_one(kind: str) -> None
         cache.place(adapter, state, start, 80)
         truth = rotate(fresh, *adapter.rotary.table(torch.arange(start, start + 80)))
         # Both are one rotation of one projection over the hidden size of 128.
-        torch.testing.assert_close(cache.first(start + 80)[0][0, :, start:], truth, rtol=0, atol=128 * EPS)
+        torch.testing.assert_close(
+            cache.first(start + 80)[0][0, :, start:], truth, rtol=0, atol=128 * EPS
+        )
     documents = ["alpha " * 20, "bravo " * 20]
     session.build_missing(session.tokeniser.prompt(documents, "Why?"))
     assert len(session.look_up(session.tokeniser.prompt(documents[::-1], "Why?")).hits) == 2

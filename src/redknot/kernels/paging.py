@@ -33,8 +33,10 @@ class PagedKV:
     "The same table on the host, where it is known there: nothing then waits for the device."
 
     def __post_init__(self) -> None:
-        if self.key.shape[:2] != self.value.shape[:2]:
-            raise ValueError(f"planes of {self.key.shape[:2]} and {self.value.shape[:2]} pages")
+        if self.key.shape != self.value.shape:
+            raise ValueError(f"planes of pages and dim {self.key.shape} and {self.value.shape}")
+        if not (self.key.is_contiguous() and self.value.is_contiguous()):
+            raise ValueError("planes must be contiguous")
         if self.table.dtype != torch.int32 or self.table.shape[0] % self.num_kv_heads:
             raise ValueError(
                 f"a table is int32 over whole requests, not {self.table.dtype} over"
@@ -64,21 +66,28 @@ class PagedKV:
         """Positions that the table can name."""
         return self.table.shape[1] * self.page_size
 
-    def pieces(self, streams: Sequence[int], start: int, stop: int) -> list["Piece"]:
+    def pieces(
+        self, streams: Sequence[int], start: int, stop: int, *, gaps: bool = False
+    ) -> list["Piece"]:
         """K and V of positions ``start`` to ``stop``, in order, copied only where they must be.
 
         Pages that stand in even strides are views; what lies between such runs is copied together.
-        The host reads the table, so on a GPU this waits for the device. ValueError where a page is
-        absent.
+        Without a table on the host this waits for the device. ValueError where a page is absent;
+        with ``gaps`` pages that are absent in all streams are left out.
         """
         size = self.page_size
         first, last = start // size, -(-stop // size)
+        if start >= stop:
+            return []
         table = self.table.cpu() if self.host is None else self.host
         pages = table[list(streams), first:last]
-        if bool((pages < 0).any()):
+        absent = pages < 0
+        if bool((absent.any(0) if not gaps else absent.any(0) & ~absent.all(0)).any()):
             raise ValueError(f"positions {start} to {stop} are not all held")
         found = []
         for begin, end in _runs(pages):
+            if absent[0, begin]:
+                continue
             low, high = max(start, (first + begin) * size), min(stop, (first + end) * size)
             cut = slice(low - (first + begin) * size, high - (first + begin) * size)
             key, value = (self._gather(plane, pages[:, begin:end]) for plane in self._planes)
@@ -127,14 +136,17 @@ def _runs(pages: Int[Tensor, "stream page"]) -> list[tuple[int, int]]:
     """Column ranges: runs of `VIEW_PAGES` or more in even strides, and what lies between them."""
     count = pages.shape[1]
     joined = ((pages[:, 1:] - pages[:, :-1]) == 1).all(0)
+    absent = pages[0] < 0
+    joined = torch.where(absent[1:] | absent[:-1], absent[1:] & absent[:-1], joined)
     was_view = False
     borders = [0, *((~joined).nonzero()[:, 0] + 1).tolist(), count]
     ranges: list[tuple[int, int]] = []
     for begin, end in itertools.pairwise(borders):
         short = end - begin < VIEW_PAGES or not bool(_even(pages[:, begin:end]).all())
-        if short and ranges and not was_view:
+        gap = bool(absent[begin])
+        if short and ranges and not was_view and not gap:
             ranges[-1] = (ranges[-1][0], end)
         else:
             ranges.append((begin, end))
-        was_view = not short
+        was_view = not short or gap
     return ranges

@@ -36,6 +36,8 @@ def append(
         )
     if key.shape[-1] < 2 * cosine.shape[-1]:
         raise ValueError(f"dim {key.shape[-1]} is below twice the {cosine.shape[-1]} angles")
+    if impl not in ("auto", "torch", "triton"):
+        raise ValueError(f"unknown implementation {impl!r}")
     if impl == "triton" or (impl == "auto" and key.is_cuda):
         from redknot.kernels.append import triton
 

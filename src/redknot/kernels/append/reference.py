@@ -24,7 +24,8 @@ def append(
     if publish is not None:
         wanted &= publish.to(wanted.device)
     everything = bool(wanted.all())
-    for plane, fresh in ((kv.key, rotate(key, cosine, sine)), (kv.value, value)):
+    rotated = rotate(key.to(cosine.dtype), cosine, sine)  # rounded once, to the plane's dtype
+    for plane, fresh in ((kv.key, rotated), (kv.value, value)):
         flat = plane.view(-1, plane.shape[-1])
         if everything:
             flat.index_copy_(0, where.flatten(), fresh.to(plane.dtype).reshape(-1, flat.shape[1]))

@@ -74,7 +74,7 @@ class _Call:
         self._rows, self._reach = rows, reach
         self._scale, self._return_lse = scale, return_lse
         spans = _key_spans(rows, reach)
-        self._pieces = [piece for span in spans for piece in kv.pieces(streams, *span)]
+        self._pieces = [p for span in spans for p in kv.pieces(streams, *span, gaps=True)]
 
     def blocks(
         self, query: Float[Tensor, "kv_head group row dim"], row_block: int | None
@@ -107,16 +107,23 @@ class _Call:
         packed, reach = query.flatten(1, 2), self._reach
         spans = _key_spans(rows, reach)
         pieces = [cut for span in spans for cut in _between(self._pieces, *span)]
-        if sum(piece.key.shape[1] for piece in pieces) != sum(
-            stop - start for start, stop in spans
-        ):
-            raise ValueError(f"rows {rows.first} to {rows.last} see positions that are not held")
+        self._require(rows, spans, pieces)
         if not pieces:
             empty = packed.new_full(packed.shape[:2], float("-inf"), dtype=torch.float32)
             return Attended(torch.zeros_like(packed), empty)
         if _hides(rows, reach) or packed.device.type != "cpu" or rows.first == 0:
             return self._masked(packed, pieces, rows)
         return self._seen_and_ragged(packed, pieces, rows)
+
+    def _require(self, rows: Rows, spans: list[tuple[int, int]], pieces: list[Piece]) -> None:
+        """ValueError unless every key that a row sees is held."""
+        if sum(p.key.shape[1] for p in pieces) == sum(stop - start for start, stop in spans):
+            return
+        wanted = torch.cat([torch.arange(*span) for span in spans])
+        there = torch.cat([wanted[:0], *(torch.arange(p.start, p.stop) for p in pieces)])
+        absent = wanted[~torch.isin(wanted, there)]
+        if not bool(_hidden(absent[None, :], rows.host[:, None], self._reach).all()):
+            raise ValueError(f"rows {rows.first} to {rows.last}: keys that are not all held")
 
     def _seen_and_ragged(self, packed: Tensor, pieces: list[Piece], rows: Rows) -> Attended:
         """Rows that see every key before them: only keys from the first row on need a mask.
@@ -210,13 +217,13 @@ def _between(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
 def _key_spans(rows: Rows, reach: Reach) -> list[tuple[int, int]]:
     """The spans of keys that some row sees: one, or the sink and the window."""
     stop = rows.last + 1
-    horizon = 0 if reach.horizon is None else max(0, rows.first - reach.horizon + 1)
-    if reach.window is None:
-        return [(horizon, stop)]
-    start = max(horizon, rows.first - reach.window + 1)
-    if start <= reach.sink or horizon >= reach.sink:
-        return [(horizon if start <= reach.sink else start, stop)]
-    return [(horizon, reach.sink), (start, stop)]
+    oldest = 0 if reach.horizon is None else max(0, rows.first - reach.horizon + 1)
+    start = oldest if reach.window is None else max(oldest, rows.first - reach.window + 1)
+    sink = 0 if reach.window is None else min(reach.sink, stop)
+    if reach.span != 0 and start <= sink:
+        return [(oldest, stop)]
+    spans = [(oldest, sink), (start, stop if reach.span != 0 else start)]
+    return [span for span in spans if span[0] < span[1]]
 
 
 def _hides(rows: Rows, reach: Reach) -> bool:

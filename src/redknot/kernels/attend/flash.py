@@ -87,7 +87,7 @@ class _Call:
             query = self._query[members, rows].unflatten(0, (-1, self._group)).transpose(1, 2)
             out = self.out[rows, members].unflatten(1, (-1, self._group)).transpose(0, 1)
             table = self._table[streams + heads.start : streams + heads.stop]
-            if part.rows.consecutive:
+            if part.rows.consecutive and reach.span != 0:
                 lse = self._consecutive(index, reach, table, query, out)
             elif reach.span is None and len(part.rows) > ROW_BLOCK:
                 lse = self._gathered(index, table, query, out)

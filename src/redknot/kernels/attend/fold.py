@@ -41,7 +41,7 @@ def _fold(
     else:
         low = position - horizon + 1
         high = tl.minimum(position - span, sink - 1)
-        begin = 0
+        begin = tl.maximum(tl.load(positions + start // GROUP) - horizon + 1, 0)
         stop = tl.minimum(sink, last - span + 1)
     if stop <= begin:
         return

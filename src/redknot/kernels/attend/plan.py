@@ -142,4 +142,5 @@ def limits(reach: Reach) -> tuple[int, int, int]:
     def limit(tokens: int | None) -> int:
         return UNLIMITED if tokens is None else min(tokens, UNLIMITED)
 
-    return limit(reach.window), 0 if reach.window is None else reach.sink, limit(reach.horizon)
+    sink = 0 if reach.window is None else min(reach.sink, UNLIMITED)
+    return limit(reach.window), sink, limit(reach.horizon)

@@ -39,7 +39,7 @@ def attend(
             scores = grouped[head, :, rows] @ key.T * scale
             scores = scores.masked_fill(~mask[:, held], float("-inf"))
             outputs.append(torch.nan_to_num(scores.softmax(-1)) @ value)
-            lses.append(scores.logsumexp(-1))
+            lses.append(scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1))
         first = rows.stop
     return _by_rows(outputs, kv.num_kv_heads).flatten(1), _by_rows(lses, kv.num_kv_heads).T
 

@@ -189,8 +189,8 @@ def _attend(
         sink_steps = tl.where(split == 0, sink_steps, 0)
         edge = tl.minimum(tl.maximum(edge, begin), end)
         rest = tl.minimum(tl.maximum(rest, edge), end)
-        low = begin
-        stop = tl.maximum(end, begin)
+        low = tl.minimum(begin, end)  # a split behind the last key has no steps
+        stop = end
 
     acc = tl.zeros([BM, BD], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)

@@ -34,6 +34,10 @@ def column_mass(
         )
     if lse.shape != query.shape[:2]:
         raise ValueError(f"log-sum-exp of shape {tuple(lse.shape)} for {tuple(query.shape)}")
+    if not 0 <= request < kv.num_requests:
+        raise ValueError(f"request {request} of {kv.num_requests}")
+    if impl not in ("auto", "torch", "triton"):
+        raise ValueError(f"unknown implementation {impl!r}")
     if rows.last >= kv.capacity:
         raise ValueError(f"row at position {rows.last} but only {kv.capacity} keys")
     if impl == "triton" or (impl == "auto" and query.is_cuda):

@@ -25,12 +25,20 @@ def select_top(
         raise ValueError(f"candidates {tuple(among.shape)} for scores {tuple(scores.shape)}")
     if count == 0:
         return torch.zeros(0, dtype=torch.int64, device=scores.device)
-    if impl == "triton" or (impl == "auto" and scores.is_cuda):
+    single = scores.dtype != torch.float64
+    if impl == "triton" and not single:
+        raise ValueError("triton ranks float32 and shorter scores, not float64")
+    if impl not in ("auto", "torch", "triton"):
+        raise ValueError(f"unknown implementation {impl!r}")
+    if impl == "triton" or (impl == "auto" and scores.is_cuda and single):
         from redknot.kernels.select import triton
 
         return triton.select_top(scores, count, among)
-    ranked = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-    order = torch.sort(ranked, descending=True, stable=True).indices
+    empty = scores.isnan()
+    order = torch.sort(
+        scores.masked_fill(empty, float("-inf")), descending=True, stable=True
+    ).indices
+    order = torch.cat([order[~empty[order]], order[empty[order]]])
     if among is not None:
         order = order[among[order]]
     return order[:count].sort().values
