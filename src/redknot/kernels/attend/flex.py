@@ -10,6 +10,7 @@ from redknot.kernels.attend.plan import AttendPlan, Part, limits
 from redknot.kernels.paging import PagedKV
 
 
+@torch.no_grad()
 def attend(
     query: Tensor, kv: PagedKV, plan: AttendPlan, *, scale: float, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
