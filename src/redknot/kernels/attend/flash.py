@@ -103,7 +103,7 @@ class _Call:
         lse = self._forward(query, self._kv, table, tokens, reach.span, self._scale, out)
         last = self._plan.parts[index].rows.last
         if reach.window is not None and reach.sink and last >= reach.window:
-            from redknot.kernels.attend.fold import fold_sinks
+            from redknot.kernels.attend.fold_triton import fold_sinks
 
             positions = self._plan.positions[self._plan.rows_of(index)]
             fold_sinks(query, self._kv, table, positions, reach, self._scale, out, lse)
@@ -115,7 +115,7 @@ class _Call:
         Row i of a block whose first row stands at p stands at p + i or later, so it sees all keys
         up to p + i: what causal attention of consecutive rows would show it. The rest is folded in.
         """
-        from redknot.kernels.attend.fold import fold_ragged
+        from redknot.kernels.attend.fold_triton import fold_ragged
 
         positions = self._plan.positions[self._plan.rows_of(index)]
         count = len(positions)
