@@ -7,7 +7,6 @@ from tests.execution.test_masks import open_session, random_map
 from tests.tiny import random_ids
 
 from redknot.execution import ExecutionSettings, PromptCache, Visibility
-from redknot.execution.executor import Executor
 from redknot.execution.session import Session
 from redknot.heads import HeadMap
 from redknot.kernels.attend.reference import visible
@@ -87,7 +86,7 @@ def test_a_thousand_decode_steps_hold_what_a_window_needs() -> None:
 def test_everything_goes_back_when_a_prompt_is_dropped() -> None:
     hf = lively_hf()
     session = open_session(hf)
-    executor: Executor = session.executor
+    executor = session.executor
     prefilled = [session.prefill(spanned(60, 50), Duo(), random_map(hf, seed)) for seed in (1, 2)]
     forked = prefilled[0].fork()
     assert executor.storage.pool.num_used > 0
@@ -96,3 +95,19 @@ def test_everything_goes_back_when_a_prompt_is_dropped() -> None:
     del forked
     assert executor.storage.pool.num_used == 0
     executor.storage.pool.check([])
+
+
+def test_a_prompt_is_read_right_after_another_made_the_storage_grow() -> None:
+    """The planes are new then; views of the old ones must not be used again."""
+    session, prompt = open_paged(16), spanned(40)
+    alone = open_paged(16)
+    head_map = random_map(session.model.hf, 1)
+    first = session.prefill(prompt, Duo(), head_map)
+    session.executor.extend(first, random_ids(1, seed=5))
+    second = session.prefill(spanned(300), Duo(), head_map)
+    twin = alone.prefill(prompt, Duo(), head_map)
+    alone.executor.extend(twin, random_ids(1, seed=5))
+    for token in random_ids(40, seed=6):  # over a page's border and beyond
+        grown = session.executor.extend(first, token[None])
+        assert torch.equal(grown, alone.executor.extend(twin, token[None]))
+    assert second.cache.length == len(spanned(300))

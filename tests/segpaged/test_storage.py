@@ -11,9 +11,7 @@ CPU = torch.device("cpu")
 
 def storage(num_pages: int = 4) -> PageStorage:
     widths = {"key": 8, "value": 6}
-    made = PageStorage(
-        widths, page_size=4, dtype=torch.float16, device=CPU, num_pages=num_pages
-    )
+    made = PageStorage(widths, page_size=4, dtype=torch.float16, device=CPU, num_pages=num_pages)
     for plane in made.planes.values():
         plane.normal_()
     return made

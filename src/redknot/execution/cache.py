@@ -67,7 +67,7 @@ class PromptCache:
 
     def reserve(self, tokens: int) -> None:
         """Make room up to position ``tokens``; the storage grows where its pages run out."""
-        more = tokens - self.length
+        more, columns = tokens - self.length, self._host.shape[1]
         if more <= 0:
             return
         try:
@@ -76,7 +76,8 @@ class PromptCache:
             self.storage.grow(short.asked - short.free)
             change = self._table.append(more)
         self.storage.copy(change.sources, change.targets)
-        self._upload()
+        if len(change.sources) or self._table.logical().shape[1] > columns:
+            self._upload()
 
     def truncate(self, tokens: int) -> None:
         """Forget positions from ``tokens`` on, if there are any."""
@@ -110,8 +111,11 @@ class PromptCache:
 
     def layer(self, index: int) -> PagedKV:
         """K/V of one layer, as kernels read it; valid until the cache changes its pages."""
-        rows = slice(index * self._groups, (index + 1) * self._groups)
-        return self._paged(rows)
+        view = self._views.get(index)
+        if view is None or view.key is not self.storage.planes["key"]:  # the storage has grown
+            rows = slice(index * self._groups, (index + 1) * self._groups)
+            view = self._views[index] = self._paged(rows)
+        return view
 
     def write(
         self,
@@ -171,3 +175,4 @@ class PromptCache:
         self._host = torch.from_numpy(self._table.logical().copy())
         device = next(iter(self.storage.planes.values())).device
         self._device = self._host.to(device, non_blocking=True)
+        self._views: dict[int, PagedKV] = {}

@@ -2,11 +2,11 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 ABSENT = -1
@@ -31,6 +31,7 @@ class PagedKV:
     num_kv_heads: int
     host: Int[Tensor, "stream logical_page"] | None = None
     "The same table on the host, where it is known there: nothing then waits for the device."
+    _stretches: dict[tuple[int, ...], list["_Stretch"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.key.shape != self.value.shape:
@@ -76,39 +77,29 @@ class PagedKV:
         with ``gaps`` pages that are absent in all streams are left out.
         """
         size = self.page_size
-        first, last = start // size, -(-stop // size)
-        if start >= stop:
-            return []
-        table = self.table.cpu() if self.host is None else self.host
-        pages = table[list(streams), first:last]
-        absent = pages < 0
-        if bool((absent.any(0) if not gaps else absent.any(0) & ~absent.all(0)).any()):
-            raise ValueError(f"positions {start} to {stop} are not all held")
         found = []
-        for begin, end in _runs(pages):
-            if absent[0, begin]:
+        for stretch in self._stretches_of(tuple(streams)):
+            first = stretch.first * size
+            low, high = max(start, first), min(stop, first + stretch.pages.shape[1] * size)
+            if low >= high or (gaps and stretch.held is False):
                 continue
-            low, high = max(start, (first + begin) * size), min(stop, (first + end) * size)
-            cut = slice(low - (first + begin) * size, high - (first + begin) * size)
-            key, value = (self._gather(plane, pages[:, begin:end]) for plane in self._planes)
+            if not stretch.held:
+                raise ValueError(f"positions {start} to {stop} are not all held")
+            begin, end = (low - first) // size, -(-(high - first) // size)
+            cut = slice(low - first - begin * size, high - first - begin * size)
+            key, value = (
+                _join(plane, stretch.pages[:, begin:end], stretch.stride)
+                for plane in (self.key, self.value)
+            )
             found.append(Piece(low, key[:, cut], value[:, cut]))
         return found
 
-    @property
-    def _planes(self) -> tuple[Tensor, Tensor]:
-        return self.key, self.value
-
-    @staticmethod
-    def _gather(plane: Tensor, pages: Int[Tensor, "stream page"]) -> Tensor:
-        num_streams, size, dim = len(pages), plane.shape[1], plane.shape[2]
-        if not _even(pages).all():
-            return plane[pages.flatten().to(plane.device)].view(num_streams, -1, dim)
-        stride = int(pages[-1, 0] - pages[0, 0]) // max(1, num_streams - 1)
-        return plane.as_strided(
-            (num_streams, pages.shape[1] * size, dim),
-            (stride * plane.stride(0), plane.stride(1), plane.stride(2)),
-            plane.storage_offset() + int(pages[0, 0]) * plane.stride(0),
-        )
+    def _stretches_of(self, streams: tuple[int, ...]) -> list["_Stretch"]:
+        """The pages of ``streams``, looked at once: the table does not change under a view."""
+        if streams not in self._stretches:
+            table = self.table.cpu() if self.host is None else self.host
+            self._stretches[streams] = _stretches(table[list(streams)])
+        return self._stretches[streams]
 
 
 class Piece(NamedTuple):
@@ -124,29 +115,57 @@ class Piece(NamedTuple):
         return self.start + self.key.shape[1]
 
 
-def _even(pages: Int[Tensor, "stream page"]) -> Bool[Tensor, "page"]:
-    """Whether each column continues the first, by an equal step from stream to stream."""
+class _Stretch(NamedTuple):
+    """Columns of a page table that are read alike."""
+
+    first: int
+    pages: Int[Tensor, "stream page"]
+    held: bool | None
+    "Whether all are held, none, or (None) only some streams hold them."
+    stride: int | None
+    "Pages from one stream to the next where each holds consecutive ones; None: copy."
+
+
+def _stretches(pages: Int[Tensor, "stream page"]) -> list[_Stretch]:
+    """Runs of `VIEW_PAGES` or more in even strides, absent pages, and what lies between them."""
+    steps = (pages[:, 1:] - pages[:, :-1]) == 1
+    holders = (pages >= 0).sum(0)
+    alike = holders[1:] == holders[:-1]
+    joined = alike & (steps.all(0) | (holders[1:] == 0))
+    borders = [0, *((~joined).nonzero()[:, 0] + 1).tolist(), pages.shape[1]]
+    found: list[_Stretch] = []
+    for begin, end in itertools.pairwise(borders):
+        columns, count = pages[:, begin:end], int(holders[begin]) if begin < end else 0
+        held = True if count == len(pages) else (None if count else False)
+        stride = _stride(columns) if held and end - begin >= VIEW_PAGES else None
+        last = found[-1] if found else None
+        if held and stride is None and last is not None and last.held and last.stride is None:
+            found[-1] = _Stretch(last.first, pages[:, last.first : end], True, None)
+        else:
+            found.append(_Stretch(begin, columns, held, stride))
+    return [
+        one if one.stride is not None or not one.held else one._replace(stride=_stride(one.pages))
+        for one in found
+    ]
+
+
+def _stride(pages: Int[Tensor, "stream page"]) -> int | None:
+    """Pages from one stream to the next, if they are as many everywhere and pages are in order."""
     first = pages[:, 0]
     steps = first[1:] - first[:-1]
-    level = not len(steps) or bool((steps == steps[0]).all() & (steps[0] >= 0))
-    return ((pages - first[:, None]) == torch.arange(pages.shape[1])).all(0) & level
+    stride = int(steps[0]) if len(steps) else 0
+    even = bool((steps == stride).all()) and stride >= 0
+    ordered = bool(((pages - first[:, None]) == torch.arange(pages.shape[1])).all())
+    return stride if even and ordered else None
 
 
-def _runs(pages: Int[Tensor, "stream page"]) -> list[tuple[int, int]]:
-    """Column ranges: runs of `VIEW_PAGES` or more in even strides, and what lies between them."""
-    count = pages.shape[1]
-    joined = ((pages[:, 1:] - pages[:, :-1]) == 1).all(0)
-    absent = pages[0] < 0
-    joined = torch.where(absent[1:] | absent[:-1], absent[1:] & absent[:-1], joined)
-    was_view = False
-    borders = [0, *((~joined).nonzero()[:, 0] + 1).tolist(), count]
-    ranges: list[tuple[int, int]] = []
-    for begin, end in itertools.pairwise(borders):
-        short = end - begin < VIEW_PAGES or not bool(_even(pages[:, begin:end]).all())
-        gap = bool(absent[begin])
-        if short and ranges and not was_view and not gap:
-            ranges[-1] = (ranges[-1][0], end)
-        else:
-            ranges.append((begin, end))
-        was_view = not short or gap
-    return ranges
+def _join(plane: Tensor, pages: Int[Tensor, "stream page"], stride: int | None) -> Tensor:
+    """Pages side by side as [stream, token, dim]: a view where the stride is known."""
+    num_streams, size, dim = len(pages), plane.shape[1], plane.shape[2]
+    if stride is None:
+        return plane[pages.flatten().to(plane.device)].view(num_streams, -1, dim)
+    return plane.as_strided(
+        (num_streams, pages.shape[1] * size, dim),
+        (stride * plane.stride(0), plane.stride(1), plane.stride(2)),
+        plane.storage_offset() + int(pages[0, 0]) * plane.stride(0),
+    )
