@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redknot.heads import HeadMap, Phase, retained_share, retained_tokens, visible_pairs
+from redknot.heads import HeadMap, Phase, retained_share, visible_pairs
 from redknot.kernels.attend import Reach
 from redknot.kernels.attend.reference import visible
 
@@ -23,28 +23,6 @@ REACHES = st.builds(
 def test_pairs_are_the_true_entries_of_the_mask(positions: set[int], reach: Reach) -> None:
     rows = torch.tensor(sorted(positions), dtype=torch.int64)
     assert visible_pairs(rows, reach) == int(visible(rows, 151, reach).sum())
-
-
-def seen_later(num_tokens: int, reach: Reach) -> list[int]:
-    """Tokens that some row from ``num_tokens`` on sees; beyond 170 rows no window reaches back."""
-    later = torch.arange(num_tokens, num_tokens + 170)
-    seen = visible(later, num_tokens, reach).any(0)
-    return seen.nonzero().flatten().tolist()
-
-
-@settings(deadline=None)
-@given(num_tokens=st.integers(0, 150), window=LIMITS, sink=st.integers(0, 80))
-def test_exactly_what_later_rows_see_is_retained(
-    num_tokens: int, window: int | None, sink: int
-) -> None:
-    reach = Reach(window, sink if window else 0)
-    assert retained_tokens(num_tokens, reach).tolist() == seen_later(num_tokens, reach)
-
-
-@settings(deadline=None)
-@given(num_tokens=st.integers(0, 150), reach=REACHES)
-def test_nothing_that_later_rows_see_is_given_back(num_tokens: int, reach: Reach) -> None:
-    assert set(seen_later(num_tokens, reach)) <= set(retained_tokens(num_tokens, reach).tolist())
 
 
 def test_retained_share_counts_tokens_of_all_groups() -> None:

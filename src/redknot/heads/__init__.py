@@ -1,7 +1,7 @@
 """What may each head see? Head maps and visible sets."""
 
 from redknot.heads.head_map import HeadClass, HeadMap, HeadRule, Phase
-from redknot.heads.visible import retained_share, retained_tokens, visible_pairs
+from redknot.heads.visible import retained_share, visible_pairs
 
 __all__ = [
     "HeadClass",
@@ -9,6 +9,5 @@ __all__ = [
     "HeadRule",
     "Phase",
     "retained_share",
-    "retained_tokens",
     "visible_pairs",
 ]

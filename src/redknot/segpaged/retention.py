@@ -9,8 +9,6 @@ from jaxtyping import Int
 
 from redknot.kernels.attend import Reach
 
-_END = 1 << 60  # beyond every position
-
 
 class FutureRows(NamedTuple):
     """Query rows at ``first`` and later, before ``stop`` (None: without end), under one reach."""
@@ -21,18 +19,7 @@ class FutureRows(NamedTuple):
 
     def seen(self, next_position: int) -> list[tuple[int, int]]:
         """Spans of positions that those rows from ``next_position`` on may see."""
-        first = max(self.first, next_position)
-        stop = _END if self.stop is None else self.stop
-        if first >= stop:
-            return []
-        window, sink, horizon = self.reach
-        oldest = 0 if horizon is None else max(0, first - horizon + 1)
-        if window is None:
-            return [(oldest, stop)]
-        spans = [(max(oldest, first - window + 1), stop)]
-        if oldest < min(sink, stop):
-            spans.append((oldest, min(sink, stop)))
-        return spans
+        return self.reach.spans(max(self.first, next_position), self.stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -73,7 +73,7 @@ class _Call:
     ) -> None:
         self._rows, self._reach = rows, reach
         self._scale, self._return_lse = scale, return_lse
-        spans = _key_spans(rows, reach)
+        spans = reach.spans(rows.first, rows.last + 1)
         self._pieces = [p for span in spans for p in kv.pieces(streams, *span, gaps=True)]
 
     def blocks(
@@ -105,7 +105,7 @@ class _Call:
     def _block(self, query: Float[Tensor, "kv_head group row dim"], rows: Rows) -> Attended:
         """Attend from one block of rows to the keys that any of them sees; the group is packed."""
         packed, reach = query.flatten(1, 2), self._reach
-        spans = _key_spans(rows, reach)
+        spans = reach.spans(rows.first, rows.last + 1)
         pieces = [cut for span in spans for cut in _between(self._pieces, *span)]
         self._require(rows, spans, pieces)
         if not pieces:
@@ -212,18 +212,6 @@ def _between(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
             part = slice(low - piece.start, high - piece.start)
             cuts.append(Piece(low, piece.key[:, part], piece.value[:, part]))
     return cuts
-
-
-def _key_spans(rows: Rows, reach: Reach) -> list[tuple[int, int]]:
-    """The spans of keys that some row sees: one, or the sink and the window."""
-    stop = rows.last + 1
-    oldest = 0 if reach.horizon is None else max(0, rows.first - reach.horizon + 1)
-    start = oldest if reach.window is None else max(oldest, rows.first - reach.window + 1)
-    sink = 0 if reach.window is None else min(reach.sink, stop)
-    if reach.span != 0 and start <= sink:
-        return [(oldest, stop)]
-    spans = [(oldest, sink), (start, stop if reach.span != 0 else start)]
-    return [span for span in spans if span[0] < span[1]]
 
 
 def _hides(rows: Rows, reach: Reach) -> bool:

@@ -7,6 +7,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+NO_END = 1 << 60
+"Beyond every position."
+
 
 class Reach(NamedTuple):
     """What one KV head shows to the query at position p.
@@ -23,6 +26,22 @@ class Reach(NamedTuple):
         """The last positions that are shown without a gap, in tokens; None is all."""
         limits = [limit for limit in (self.window, self.horizon) if limit is not None]
         return min(limits) if limits else None
+
+    def spans(self, first: int, stop: int | None = None) -> list[tuple[int, int]]:
+        """Spans of positions that some row from ``first`` on sees, before ``stop`` (None: no end).
+
+        In order and apart from each other; without an end the last one reaches to `NO_END`.
+        """
+        end = NO_END if stop is None else stop
+        if first >= end or self.horizon == 0:
+            return []
+        oldest = 0 if self.horizon is None else max(0, first - self.horizon + 1)
+        sink = 0 if self.window is None else min(self.sink, end)
+        start = oldest if self.window is None else max(oldest, first - self.window + 1)
+        if self.window != 0 and start <= sink:
+            return [(oldest, end)]
+        spans = [(oldest, sink), (start if self.window != 0 else end, end)]
+        return [span for span in spans if span[0] < span[1]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
