@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 from redknot.errors import InputError
 from redknot.evaluation.compare import Comparison, compare
 from redknot.execution import ExecutionSettings, Prefilled
+from redknot.execution.clock import Clock
 from redknot.execution.generate import Sampling, decode
 from redknot.execution.planner import Decision, Planner
 from redknot.execution.session import Session
@@ -204,12 +205,18 @@ class LLM:
         self, prompt: Prompt, policy: Policy, sampling: Sampling, stop: tuple[str, ...], store: bool
     ) -> Iterator[str | Generation]:
         session = self.session
-        lookup, decision, planning = self._decide(prompt, policy)
-        start = time.perf_counter()
+        start, clock = time.perf_counter(), Clock(session.model.adapter.device)
+        lookup, decision = self._decide(prompt, policy, clock)
         prefilled = session.prefill(
-            prompt, decision.policy, self.head_map, room=sampling.max_tokens, lookup=lookup
+            prompt,
+            decision.policy,
+            self.head_map,
+            room=sampling.max_tokens,
+            lookup=lookup,
+            clock=clock,
         )
-        ttft = time.perf_counter() - start + planning
+        seconds = prefilled.seconds
+        ttft = time.perf_counter() - start
         start = time.perf_counter()
         writer = _Writer(session, stop)
         for token in decode(session.executor, prefilled, session.model.end_token_ids, sampling):
@@ -217,7 +224,7 @@ class LLM:
             if writer.stopped:
                 break
         yield from writer.flush()
-        seconds = {"plan": planning, **prefilled.seconds, "decode": time.perf_counter() - start}
+        seconds = {**seconds, "decode": time.perf_counter() - start}
         if store:
             start = time.perf_counter()
             session.build_missing(prompt)
@@ -235,15 +242,15 @@ class LLM:
             plan=prefilled.plan,
         )
 
-    def _decide(self, prompt: Prompt, policy: Policy) -> tuple[Lookup, Decision, float]:
-        """Look the prompt up and let the planner choose; the seconds that took."""
-        start = time.perf_counter()
+    def _decide(self, prompt: Prompt, policy: Policy, clock: Clock) -> tuple[Lookup, Decision]:
+        """Look the prompt up and let the planner choose."""
         lookup = self.session.look_up(prompt)
+        clock.mark("lookup")
         if self._planner is None:
-            decision = Decision(policy, "asked for, without planning")
-        else:
-            decision = self._planner.decide(lookup.layout, policy, self.head_map)
-        return lookup, decision, time.perf_counter() - start
+            return lookup, Decision(policy, "asked for, without planning")
+        decision = self._planner.decide(lookup.layout, policy, self.head_map)
+        clock.mark("plan")
+        return lookup, decision
 
     def _fitting(self, head_map: HeadMap | str | Path | None) -> HeadMap | None:
         if head_map == "auto":

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -14,6 +14,7 @@ from redknot.evaluation.fidelity import Reference, fidelity, reference
 from redknot.evaluation.record import Record
 from redknot.evaluation.summary import FLOOR
 from redknot.execution import ExecutionSettings, Executor, Prefilled
+from redknot.execution.clock import Clock
 from redknot.execution.planner import Planner
 from redknot.execution.session import Session
 from redknot.heads import HeadMap, retained_share
@@ -186,13 +187,15 @@ class _Measurement:
         self.session.forget(segments=False)
         if self._beginning is not None:
             self.session.remember(self._beginning)
-        start = time.perf_counter()
+        clock = Clock(self.session.model.adapter.device)
         lookup = self.session.look_up(prompt)
+        clock.mark("lookup")
         if self.settings.planned:
             policy = self.planner.decide(lookup.layout, policy, self.head_map).policy
-        seconds = {"plan": time.perf_counter() - start}
-        prefilled = self.session.prefill(prompt, policy, self.head_map, room=room, lookup=lookup)
-        return replace(prefilled, seconds=seconds | prefilled.seconds)
+            clock.mark("plan")
+        return self.session.prefill(
+            prompt, policy, self.head_map, room=room, lookup=lookup, clock=clock
+        )
 
     def _reference(self, row: Row, dense: Prefilled) -> Reference:
         tokenizer = self.session.model.tokenizer

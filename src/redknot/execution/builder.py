@@ -8,9 +8,12 @@ from torch import Tensor
 
 from redknot.execution.cache import PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.execution.parts import EAGER, Parts
 from redknot.execution.visibility import Visibility
+from redknot.kernels.upload import upload
 from redknot.models import Adapter
 from redknot.segments import SegmentState
+from redknot.segpaged import PageStorage
 
 
 class StateRecorder:
@@ -48,18 +51,27 @@ class StateRecorder:
 
 @torch.inference_mode()
 def build_state(
-    adapter: Adapter, token_ids: Int[Tensor, "token"], anchor: Sequence[int]
+    adapter: Adapter,
+    token_ids: Int[Tensor, "token"],
+    anchor: Sequence[int],
+    *,
+    storage: PageStorage | None = None,
+    parts: Parts = EAGER,
 ) -> SegmentState:
-    """State of ``token_ids`` behind ``anchor``; depends on nothing else."""
+    """State of ``token_ids`` behind ``anchor``; depends on nothing else.
+
+    The K/V of the pass stand in ``storage`` meanwhile, or in pages of their own.
+    """
     ids = torch.cat([torch.tensor(anchor, dtype=torch.int64), token_ids])
     shapes = [layer.shape for layer in adapter.layers]
     recorder = StateRecorder(adapter, token_ids, skipped=len(anchor))
-    trip = Trip(PromptCache.allocate(adapter, len(ids)), Visibility.of(shapes, 0), record=recorder)
+    cache = PromptCache.allocate(adapter, len(ids), storage)
+    trip = Trip(cache, Visibility.of(shapes, 0), record=recorder, parts=parts)
     placed = Placed.at(adapter, torch.arange(len(ids)))
-    hidden = adapter.embed(ids.to(adapter.device))
+    hidden = adapter.embed(upload(ids, adapter.device))
     for index, layer in enumerate(adapter.layers):
         last = index == len(adapter.layers) - 1
         found = attention(trip, index, layer, placed, hidden, tail=1 if last else None)
         if not last:
-            hidden = finish(layer, hidden, found.out)
+            hidden = finish(layer, hidden, found.out, parts=parts)
     return recorder.state

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from redknot.kernels.append import append
 from redknot.kernels.paging import PagedKV
+from redknot.kernels.upload import upload
 from redknot.models import Adapter
 from redknot.segments import SegmentState
 from redknot.segpaged import OutOfPages, PageStorage, PageTable, Retention
@@ -16,13 +17,17 @@ PAGE_SIZES = {"cpu": 16, "cuda": 128}
 "Tokens of a page by device: FlashAttention-3 reads pages of 128 with the bulk copy engine."
 
 
-def page_storage(adapter: Adapter, page_size: int | None = None) -> PageStorage:
-    """Empty storage for the state of ``adapter``'s layers."""
+def page_storage(
+    adapter: Adapter, page_size: int | None = None, num_pages: int | None = None
+) -> PageStorage:
+    """Empty storage for the state of ``adapter``; it grows unless ``num_pages`` is given."""
     return PageStorage(
         adapter.layers[0].shape.planes,
         page_size=page_size or PAGE_SIZES[adapter.device.type],
         dtype=adapter.dtype,
         device=adapter.device,
+        num_pages=num_pages or 0,
+        grows=num_pages is None,
     )
 
 
@@ -73,6 +78,8 @@ class PromptCache:
         try:
             change = self._table.append(more)
         except OutOfPages as short:
+            if not self.storage.grows:
+                raise
             self.storage.grow(short.asked - short.free)
             change = self._table.append(more)
         self.storage.copy(change.sources, change.targets)
@@ -174,5 +181,5 @@ class PromptCache:
         """Show the device the table as it is."""
         self._host = torch.from_numpy(self._table.logical().copy())
         device = next(iter(self.storage.planes.values())).device
-        self._device = self._host.to(device, non_blocking=True)
+        self._device = upload(self._host, device)
         self._views: dict[int, PagedKV] = {}

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from redknot.execution.builder import StateRecorder
 from redknot.execution.cache import PromptCache, page_storage
+from redknot.execution.clock import Clock
 from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.execution.parts import EAGER, Parts
 from redknot.execution.probe import probe_mass
-from redknot.execution.recover import Recovery
-from redknot.execution.stages import Stages
+from redknot.execution.recover import Executed, Recovery
+from redknot.execution.transfer import on_device
 from redknot.execution.visibility import Visibility, global_groups
 from redknot.heads import HeadMap
 from redknot.kernels.attend import Impl
@@ -36,6 +38,10 @@ class ExecutionSettings:
     "Backend of attention; only `auto` may choose."
     page_size: int | None = None
     "Tokens of a page of one KV head; None is what the device likes."
+    num_pages: int | None = None
+    "Pages of the pool; None lets it grow as requests need more."
+    compiled: bool = True
+    "Whether the static parts of layers are compiled, on a GPU."
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +53,13 @@ class Prefilled:
     sight: Visibility
     logits: Float[Tensor, "vocab"]
     "Of the first new token."
-    plan: Plan
+    executed: Executed
     layout: Layout
     "What the policy took over."
     known: Layout
     "What it could have taken over."
     shapes: Sequence[LayerShape]
-    seconds: dict[str, float]
-    "By stage: relocate, probe, recover."
+    clock: Clock
     beginning: SegmentState | None
     "Exact state of the tokens before the first segment, where it was asked for and is exact."
 
@@ -71,6 +76,16 @@ class Prefilled:
     def fork(self) -> "Prefilled":
         """The same prompt once more; pages are shared until one of the two grows."""
         return replace(self, cache=self.cache.fork())
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What was executed."""
+        return self.executed.plan()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By stage: relocate, probe, recover, and what the caller has marked before and after."""
+        return self.clock.seconds
 
     @cached_property
     def flops(self) -> Flops:
@@ -115,8 +130,10 @@ class Executor:
         settings: ExecutionSettings = ExecutionSettings(),
     ) -> None:
         self.adapter, self.settings = adapter, settings
-        self.storage = page_storage(adapter, settings.page_size)
+        self.storage = page_storage(adapter, settings.page_size, settings.num_pages)
         self.shapes = [layer.shape for layer in adapter.layers]
+        compiled = settings.compiled and adapter.device.type == "cuda"
+        self.parts = Parts.compiled() if compiled else EAGER
 
     @torch.inference_mode()
     def prefill(
@@ -127,41 +144,42 @@ class Executor:
         head_map: HeadMap | None = None,
         *,
         keep_beginning: int = 0,
+        clock: Clock | None = None,
     ) -> Prefilled:
         """From token ids and known state to the first token's logits.
 
-        ``keep_beginning`` asks for the exact state of that many first tokens.
+        ``keep_beginning`` asks for the exact state of that many first tokens. A ``clock`` of the
+        caller's goes on with the stages of this call.
         """
         if policy.needs_head_map and head_map is None:
             raise ValueError(f"policy {policy.name} needs a head map")
         layout = policy.view(lookup.layout)
         sight = Visibility.of(self.shapes, layout.context_end, head_map, policy.windows)
-        stages = Stages(self.adapter.device)
-        with stages.stage("relocate"):
+        clock = clock or Clock(self.adapter.device)
+        with clock.stage("relocate"):
             cache = self._relocated(layout, lookup, policy)
         recorder = self._recorder(token_ids, layout, lookup, sight, keep_beginning)
         mass = None
         if policy.uses_probe and len(layout.stored):
-            with stages.stage("probe"):
-                seeing = self._trip(cache, Visibility.of(self.shapes, 0))
+            with clock.stage("probe"):
+                seeing = self._trip(cache, Visibility.of(self.shapes, 0), clock=clock)
                 mass = probe_mass(self.adapter, seeing, token_ids, layout)
                 cache.truncate(layout.num_tokens)
-        with stages.stage("recover"):
+        with clock.stage("recover"):
             groups = global_groups(self.shapes, head_map)
-            trip = self._trip(cache, sight, recorder)
+            trip = self._trip(cache, sight, recorder, clock)
             recovery = Recovery(self.adapter, trip, token_ids, layout, policy, groups, mass)
             logits = self.adapter.logits(self._in_chunks(recovery, trip, layout, policy))[-1]
-        plan = recovery.plan()
         return Prefilled(
             token_ids=token_ids,
             cache=cache,
             sight=sight,
             logits=logits,
-            plan=plan,
+            executed=recovery.executed,
             layout=layout,
             known=lookup.layout,
             shapes=self.shapes,
-            seconds=stages.seconds,
+            clock=clock,
             beginning=None if recorder is None else recorder.state,
         )
 
@@ -177,14 +195,20 @@ class Executor:
         trip = self._trip(cache, prefilled.sight)
         hidden = self.adapter.embed(token_ids.to(self.adapter.device))
         for index, layer in enumerate(self.adapter.layers):
-            hidden = finish(layer, hidden, attention(trip, index, layer, placed, hidden).out)
+            found = attention(trip, index, layer, placed, hidden)
+            hidden = finish(layer, hidden, found.out, parts=self.parts)
         cache.evict()
         return self.adapter.logits(hidden)
 
     def _trip(
-        self, cache: PromptCache, sight: Visibility, record: StateRecorder | None = None
+        self,
+        cache: PromptCache,
+        sight: Visibility,
+        record: StateRecorder | None = None,
+        clock: Clock | None = None,
     ) -> Trip:
-        return Trip(cache, sight, self.settings.attention, self.settings.row_block, record)
+        impl, row_block = self.settings.attention, self.settings.row_block
+        return Trip(cache, sight, impl, row_block, record, self.parts, clock)
 
     def _relocated(self, layout: Layout, lookup: Lookup, policy: Policy) -> PromptCache:
         """A cache with all known state in place; chunks of a static plan make their own room."""
@@ -192,7 +216,9 @@ class Executor:
         if self._chunk_tokens(policy) is not None:
             tokens = max([layout.exact, *(stop for _, stop in layout.segments)])
         cache = PromptCache.allocate(self.adapter, tokens, self.storage)
-        for span, state in lookup.hits if layout.segments else ():
+        hits = lookup.hits if layout.segments else ()
+        states = on_device([state for _, state in hits], self.adapter.device)
+        for (span, _), state in zip(hits, states, strict=True):
             cache.place(self.adapter, state, span.start, len(span))
         if lookup.exact is not None and layout.exact:
             cache.place(self.adapter, lookup.exact, 0, layout.exact)

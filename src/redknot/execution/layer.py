@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from redknot.execution.cache import PromptCache
+from redknot.execution.clock import Clock
+from redknot.execution.parts import EAGER, Parts
 from redknot.execution.visibility import Visibility
 from redknot.kernels.attend import AttendPlan, Impl, Part, Reach, Rows, attend
-from redknot.kernels.gather_ffn import gather_ffn
+from redknot.kernels.gather_ffn import ROW_BLOCK, gather_ffn
 from redknot.kernels.relocate import rotate
 from redknot.models import Adapter, Layer
 
@@ -32,7 +35,11 @@ class Placed:
     @classmethod
     def at(cls, adapter: Adapter, positions: Int[Tensor, "row"]) -> "Placed":
         """Rows at sorted host ``positions``."""
-        rows = Rows.at(positions, adapter.device)
+        return cls.of(adapter, Rows.at(positions, adapter.device))
+
+    @classmethod
+    def of(cls, adapter: Adapter, rows: Rows) -> "Placed":
+        """Rows that are on host and device already."""
         return cls(rows, *adapter.rotary.table(rows.device))
 
     def tail(self, count: int) -> "Placed":
@@ -65,6 +72,13 @@ class Trip:
     impl: Impl = "auto"
     row_block: int | None = None
     record: Recorder | None = None
+    parts: Parts = EAGER
+    clock: Clock | None = None
+
+    def spent_on(self, part: str) -> None:
+        """Charge the time since the last mark."""
+        if self.clock is not None:
+            self.clock.part(part)
 
 
 class Attention(NamedTuple):
@@ -91,21 +105,26 @@ def attention(
 
     With ``tail`` only the last rows attend: all that is needed where no later layer reads the rest.
     """
-    normed = layer.attention_input(hidden)
-    key, value = layer.keys(normed), layer.values(normed)
+    written, project = placed, trip.parts.project
+    if tail is not None:
+        placed, project = placed.tail(tail), trip.parts.project_tail
+    query, key, value = project(layer, hidden, placed.cosine, placed.sine)
+    trip.spent_on("project")
     if trip.record is not None:
         trip.record(index, key, value)
-    angles = placed.cosine, placed.sine
-    trip.cache.write(index, placed.rows.device, key, value, angles, publish)
-    if tail is not None:
-        placed, normed = placed.tail(tail), normed[-tail:]
-    query = placed.rotate(layer.queries(normed))
+    angles = written.cosine, written.sine
+    trip.cache.write(index, written.rows.device, key, value, angles, publish)
+    trip.spent_on("append")
     kv, plan = trip.cache.layer(index), placed.plan(trip.sight, index)
     scale, row_block, impl = layer.shape.scale, trip.row_block, trip.impl
-    if not return_lse:
+    lse = None
+    if return_lse:
+        out, lse = attend(
+            query, kv, plan, scale=scale, row_block=row_block, impl=impl, return_lse=True
+        )
+    else:
         out = attend(query, kv, plan, scale=scale, row_block=row_block, impl=impl)
-        return Attention(out, query, None)
-    out, lse = attend(query, kv, plan, scale=scale, row_block=row_block, impl=impl, return_lse=True)
+    trip.spent_on("attend")
     return Attention(out, query, lse)
 
 
@@ -114,6 +133,14 @@ def finish(
     hidden: Float[Tensor, "row hidden"],
     attended: Float[Tensor, "row query_head*dim"],
     fed: Int[Tensor, "some"] | None = None,
+    parts: Parts = EAGER,
 ) -> Float[Tensor, "row hidden"]:
     """Output projection and FFN; only the rows with index ``fed`` run the FFN, None is all."""
-    return gather_ffn(hidden + layer.attention_output(attended), layer.ffn, fed)
+    if fed is not None:
+        hidden = parts.add_attention(layer, hidden, attended)
+        return gather_ffn(hidden, partial(parts.ffn, layer), fed)
+    if len(hidden) <= ROW_BLOCK:
+        return parts.add_both(layer, hidden, attended)
+    for rows, found in zip(hidden.split(ROW_BLOCK), attended.split(ROW_BLOCK), strict=True):
+        rows.copy_(parts.add_both(layer, rows, found))
+    return hidden

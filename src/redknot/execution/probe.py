@@ -1,12 +1,12 @@
 """The question pass: which context tokens does the probe attend to?"""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.kernels.score import column_mass
+from redknot.kernels.upload import upload
 from redknot.models import Adapter
 from redknot.recovery.flops import question_rows
 from redknot.recovery.layout import Layout
@@ -30,24 +30,27 @@ def probe_mass(
     first, last = (int(i) for i in torch.searchsorted(positions, torch.tensor([start, stop])))
     probe = placed.rows.between(first, last)
     trip.cache.reserve(placed.rows.last + 1)
-    hidden = adapter.embed(ids[positions].to(adapter.device))
-    masses = []
+    hidden = adapter.embed(upload(ids[positions], adapter.device))
+    mass = torch.zeros(
+        len(adapter.layers), adapter.layers[0].shape.num_groups, layout.num_tokens,
+        device=adapter.device,
+    )  # fmt: skip
     for index, layer in enumerate(adapter.layers):
         found = attention(trip, index, layer, placed, hidden, return_lse=True)
         query, lse = (
             states[:, first:last] for states in (found.query, found.lse) if states is not None
         )
-        masses.append(
-            column_mass(
-                query,
-                trip.cache.layer(index),
-                probe,
-                lse,
-                scale=layer.shape.scale,
-                horizon=layer.shape.horizon,
-            )
-        )
+        scored = column_mass(
+            query,
+            trip.cache.layer(index),
+            probe,
+            lse,
+            scale=layer.shape.scale,
+            horizon=layer.shape.horizon,
+        )[:, : layout.num_tokens]
+        mass[index, :, : scored.shape[1]] = scored
+        trip.spent_on("score")
         if index < len(adapter.layers) - 1:
-            hidden = finish(layer, hidden, found.out)
-    mass = torch.stack(masses)[..., : layout.num_tokens].cpu()
-    return F.pad(mass, (0, layout.num_tokens - mass.shape[-1]))
+            hidden = finish(layer, hidden, found.out, parts=trip.parts)
+            trip.spent_on("finish")
+    return mass

@@ -1,7 +1,7 @@
 """The recovery pass: rows flow as a policy says, and the executed plan is written down."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -9,11 +9,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.kernels.attend import Rows
+from redknot.kernels.upload import upload
 from redknot.models import Adapter, Layer
 from redknot.recovery import LayerPlan, Layout, Plan, Policy
 from redknot.recovery.flops import question_rows
 from redknot.recovery.policy import Stage
-from redknot.recovery.selection import select, with_fresh
+from redknot.recovery.selection import Selection, select, skip
 
 
 class RequestSignals:
@@ -50,6 +52,21 @@ class RequestSignals:
         return self.measure_output()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Executed:
+    """What a pass did, some of it still on the device."""
+
+    policy: str
+    num_tokens: int
+    probe_rows: int
+    chunks: list[list[LayerPlan]] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        """All of it on the host."""
+        layers = tuple(_join(parts) for parts in zip(*self.chunks, strict=True))
+        return Plan(self.policy, self.num_tokens, layers, self.probe_rows)
+
+
 class Recovery:
     """One request's way through the layers under ``policy``."""
 
@@ -63,11 +80,13 @@ class Recovery:
         global_groups: Tensor,
         mass: Float[Tensor, "layer group token"] | None,
     ) -> None:
-        self._adapter, self._policy, self._layout = adapter, policy, layout
+        self._adapter, self._policy = adapter, policy
+        self._layout = layout.on(adapter.device)
         self._trip = trip
-        self._token_ids = token_ids.to(adapter.device)
-        self._signals = RequestSignals(mass, global_groups)
-        self._chunks: list[list[LayerPlan]] = []
+        self._token_ids = upload(token_ids, adapter.device)
+        self._signals = RequestSignals(mass, upload(global_groups, adapter.device))
+        probe_rows = len(question_rows(layout)) if mass is not None else 0
+        self.executed = Executed(policy.describe(), layout.num_tokens, probe_rows)
 
     def run(self, start: int, stop: int) -> Float[Tensor, "row hidden"]:
         """Run the rows of positions ``start`` to ``stop`` through all layers.
@@ -75,47 +94,43 @@ class Recovery:
         Returns the last row's output of the last layer. Chunks must come in order and end with the
         prompt; only policies that are not adaptive may run in more than one.
         """
-        stage = self._first_stage(start, stop)
-        placed = Placed.at(self._adapter, stage.rows)
-        hidden = self._adapter.embed(self._token_ids[placed.rows.device])
+        start = max(start, self._layout.exact)
+        placed = Placed.at(self._adapter, torch.arange(start, stop))
+        stage = self._first_stage(placed.rows)
+        hidden = self._adapter.embed(self._token_ids[start:stop])
         layers: list[LayerPlan] = []
         for index, layer in enumerate(self._adapter.layers):
             stage = replace(stage, layer=index)
             self._signals.ranked = 0
             self._signals.measure_deviation = partial(self._deviation, index, layer, placed, hidden)
-            kept = select(self._policy, stage)
-            if kept is not stage.active:
-                stage = replace(stage, active=kept, rows=self._rows(kept, start, stop))
-                before, placed = placed, Placed.at(self._adapter, stage.rows)
+            chosen = select(self._policy, stage)
+            if chosen is not None:
+                before, placed = placed, self._placed(chosen, start, stop)
+                stage = replace(stage, active=chosen.active, rows=placed.rows.device)
                 hidden = hidden[torch.searchsorted(before.rows.device, placed.rows.device)]
+                self._trip.spent_on("select")
             if not len(stage.rows):  # a chunk whose tokens have all left
-                layers.append(LayerPlan(stage.rows))
+                layers.append(LayerPlan(placed.rows.host))
                 continue
             publish = self._policy.publish(stage)
             last = index == stage.num_layers - 1
             attended = attention(
                 self._trip, index, layer, placed, hidden, publish=publish, tail=1 if last else None
             ).out
-            fed = None
             if last:
-                hidden = finish(layer, hidden[-1:], attended)
+                fed, hidden = None, hidden[-1:]
             else:
                 fed = self._feed(stage, attended)
-                hidden = finish(layer, hidden, attended, _indices(stage.rows, fed, hidden))
-            if fed is not None:
-                stage.skipped[stage.rows[~torch.isin(stage.rows, fed)]] = True
-            layers.append(LayerPlan(stage.rows, fed, publish, self._signals.ranked))
-        self._chunks.append(layers)
+            index_in = None if fed is None else torch.searchsorted(stage.rows, fed)
+            hidden = finish(layer, hidden, attended, index_in, self._trip.parts)
+            self._trip.spent_on("finish")
+            skip(stage.skipped, stage.rows, fed)
+            layers.append(LayerPlan(placed.rows.host, fed, publish, self._signals.ranked))
+        self.executed.chunks.append(layers)
         self._signals.forget()
         return hidden
 
-    def plan(self) -> Plan:
-        """What was executed."""
-        probe = len(question_rows(self._layout)) if self._signals._mass is not None else 0
-        layers = tuple(_join(parts) for parts in zip(*self._chunks, strict=True))
-        return Plan(self._policy.describe(), self._layout.num_tokens, layers, probe)
-
-    def _first_stage(self, start: int, stop: int) -> Stage:
+    def _first_stage(self, rows: Rows) -> Stage:
         layout = self._layout
         return Stage(
             layer=0,
@@ -123,19 +138,20 @@ class Recovery:
             layout=layout,
             signals=self._signals,
             active=layout.stored,
-            rows=self._rows(layout.stored, start, stop),
-            skipped=torch.zeros(layout.num_tokens, dtype=torch.bool),
+            rows=rows.device,
+            skipped=torch.zeros(layout.num_tokens, dtype=torch.bool, device=layout.device),
         )
 
-    def _rows(self, active: Int[Tensor, "token"], start: int, stop: int) -> Int[Tensor, "row"]:
-        rows = with_fresh(active, self._layout)
-        return rows[(rows >= start) & (rows < stop)]
+    def _placed(self, chosen: Selection, start: int, stop: int) -> Placed:
+        """The rows of ``chosen`` from ``start`` to ``stop``."""
+        rows = Rows(chosen.host_rows, chosen.rows)
+        return Placed.of(self._adapter, rows.between(rows.before(start), rows.before(stop)))
 
     def _feed(
         self, stage: Stage, attended: Float[Tensor, "row query_head*dim"]
     ) -> Int[Tensor, "some"] | None:
         """Positions of the rows that run the FFN; None is all."""
-        self._signals.measure_output = lambda: attended.float().norm(dim=-1).cpu()
+        self._signals.measure_output = lambda: attended.float().norm(dim=-1)
         return self._policy.feed(stage)
 
     def _deviation(
@@ -150,29 +166,21 @@ class Recovery:
             (new.float() - old.float()).square().sum((0, 2))
             for new, old in zip(fresh, known, strict=True)
         )
-        full = torch.zeros(self._layout.num_tokens)
-        full[placed.rows.host] = torch.as_tensor(distance).cpu()
-        return full
+        full = torch.zeros(self._layout.num_tokens, device=hidden.device)
+        return full.index_copy_(0, placed.rows.device, torch.as_tensor(distance))
 
 
 def _join(parts: tuple[LayerPlan, ...]) -> LayerPlan:
-    """One layer of a plan out of its chunks."""
-    if len(parts) == 1:
-        return parts[0]
-    publish = [part.publish for part in parts if part.publish is not None]
-    ffn = [part.ffn for part in parts if part.ffn is not None]
+    """One layer of a plan out of its chunks, on the host."""
+    publish = [part.publish.cpu() for part in parts if part.publish is not None]
+    ffn = [part.ffn.cpu() for part in parts if part.ffn is not None]
+    active = [part.active for part in parts]
     return LayerPlan(
-        torch.cat([part.active for part in parts]),
+        active[0] if len(parts) == 1 else torch.cat(active),
         torch.cat(ffn) if ffn else None,
         torch.cat(publish, 1) if publish else None,
+        sum(part.ranked for part in parts),
     )
-
-
-def _indices(
-    rows: Int[Tensor, "row"], fed: Int[Tensor, "some"] | None, hidden: Tensor
-) -> Int[Tensor, "some"] | None:
-    """Where the ``fed`` positions stand among ``rows``, on the device of ``hidden``."""
-    return None if fed is None else torch.searchsorted(rows, fed).to(hidden.device)
 
 
 def _unset() -> Tensor:

@@ -1,12 +1,13 @@
 """One model with its tokeniser, store and executor: everything that a request needs."""
 
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from redknot.errors import InputError
 from redknot.execution.builder import build_state
+from redknot.execution.clock import Clock
 from redknot.execution.executor import ExecutionSettings, Executor, Prefilled
 from redknot.heads import HeadMap
 from redknot.models import LoadedModel
@@ -44,7 +45,6 @@ class Session:
         self.tokeniser = Tokeniser(self.model.tokenizer, self.template)
         self.executor = Executor(adapter, self.settings)
         self.prefixes = ExactPrefixes()
-        self.weights = fingerprint(self.model.hf, rounded=True)
         self.namespace = Namespace(
             weights=fingerprint(self.model.hf),
             settings=adapter.settings,
@@ -57,6 +57,11 @@ class Session:
             len(adapter.layers), shape.num_groups, shape.head_dim, adapter.dtype
         )
 
+    @cached_property
+    def weights(self) -> str:
+        """What a head map says it was measured on."""
+        return fingerprint(self.model.hf, rounded=True)
+
     def look_up(self, prompt: Prompt) -> Lookup:
         """What is known of ``prompt``."""
         return look_up(prompt, self.namespace, self.store, self.prefixes, self._shape)
@@ -67,7 +72,13 @@ class Session:
         state = self.store.get(key)
         if state is None or self._shape.refuses(state, token_ids):
             self.store.delete(key)
-            state = build_state(self.model.adapter, token_ids, self.namespace.anchor)
+            state = build_state(
+                self.model.adapter,
+                token_ids,
+                self.namespace.anchor,
+                storage=self.executor.storage,
+                parts=self.executor.parts,
+            )
             self.store.put(key, state)
         return state
 
@@ -102,6 +113,7 @@ class Session:
         *,
         room: int = 0,
         lookup: Lookup | None = None,
+        clock: Clock | None = None,
     ) -> Prefilled:
         """Run ``prompt`` under ``policy``; the time of looking up is the first stage.
 
@@ -109,17 +121,18 @@ class Session:
         prefix policy keeps all of it.
         """
         self.check_length(prompt, room)
-        start = time.perf_counter()
-        lookup = lookup or self.look_up(prompt)
-        looked = time.perf_counter() - start
+        clock = clock or Clock(self.model.adapter.device)
+        if lookup is None:
+            lookup = self.look_up(prompt)
+            clock.mark("lookup")
         first = prompt.spans[0].start if prompt.spans else 0
         keep = len(prompt) if policy.name == "prefix" else first
         prefilled = self.executor.prefill(
-            prompt.token_ids, lookup, policy, head_map, keep_beginning=keep
+            prompt.token_ids, lookup, policy, head_map, keep_beginning=keep, clock=clock
         )
         if prefilled.beginning is not None:
             self.remember(prefilled.beginning)
-        return replace(prefilled, seconds={"lookup": looked, **prefilled.seconds})
+        return prefilled
 
     def check_length(self, prompt: Prompt, room: int = 0) -> None:
         """`InputError` unless prompt and ``room`` fit the model's context."""

@@ -1,4 +1,4 @@
-"""Finding and opening a model: embedded, folder, GGUF file, hub name, or random weights."""
+"""Finding and opening a model: embedded, folder, GGUF file, hub name, or a shape that ships."""
 
 import logging
 from dataclasses import dataclass
@@ -21,8 +21,10 @@ from redknot.errors import InputError
 from redknot.models.adapter import Adapter
 from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.delta import Delta
+from redknot.models.dummy import dummy_model
 from redknot.models.embedded import ALIASES, NAME, embedded_gguf
 from redknot.models.families import adapt, supported_types
+from redknot.models.shapes import keep_first_layers, shape_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,6 +47,8 @@ class LoadOptions:
 
     load_format: Literal["auto", "dummy"] = "auto"
     "dummy builds the config with random weights."
+    layers: int | None = None
+    "Only the first layers, with dummy weights."
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     "auto is float32 on a CPU and the model's own type on a GPU."
     device: str = "cpu"
@@ -55,7 +59,16 @@ class LoadOptions:
 
 def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> LoadedModel:
     """Open ``model``; `InputError` where it is missing, broken or of no supported family."""
-    source = _source(model)
+    if options.layers is not None and options.load_format != "dummy":
+        raise InputError("--layers needs --load-format dummy")
+    shape = None if Path(model).exists() else shape_folder(str(model))
+    if shape is not None and options.load_format != "dummy":
+        raise InputError(
+            f"only the shape of {shape.name} ships: open it with --load-format dummy,"
+            " or name a folder or hub model that has weights"
+        )
+    source = _source(shape or model)
+    name = NAME if str(model) in ALIASES else Path(shape or model).name
     delta = None if options.delta is None else Delta.read(options.delta)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()  # over the weights; a refusal stays one line
@@ -64,6 +77,8 @@ def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> Loade
         _check_theta(source, config)
         if delta is not None:
             delta.configure(config)
+        if options.layers is not None:
+            name += keep_first_layers(config, options.layers)
         hf = _build(source, config, options)
         tokenizer = _tokenizer(source, options)
     except InputError:
@@ -72,7 +87,6 @@ def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> Loade
         raise InputError(f"cannot open model {model}: {str(error).splitlines()[0]}") from error
     if delta is not None:
         delta.apply(hf)
-    name = NAME if str(model) in ALIASES else Path(str(model)).name
     if options.delta is not None:
         name += f"+{options.delta.resolve().name}"
     return wrap_model(hf.to(options.device), tokenizer, name)
@@ -115,18 +129,21 @@ def _check_theta(source: dict[str, Any], config: PretrainedConfig) -> None:
 
 
 def _build(source: dict[str, Any], config: PretrainedConfig, options: LoadOptions) -> Any:
-    dtype = DTYPES.get(options.dtype)
-    if dtype is None:
-        dtype = torch.float32 if options.device == "cpu" else config.dtype or torch.bfloat16
+    dtype = _dtype(config, options)
     if options.load_format == "dummy":
-        with torch.device(options.device):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return dummy_model(config, dtype, options.device)
     hf, info = AutoModelForCausalLM.from_pretrained(
         **source, config=config, dtype=dtype, output_loading_info=True
     )
     if info["missing_keys"]:
         raise InputError(f"the checkpoint lacks {', '.join(sorted(info['missing_keys'])[:3])}")
     return hf
+
+
+def _dtype(config: PretrainedConfig, options: LoadOptions) -> torch.dtype:
+    if options.dtype != "auto":
+        return DTYPES[options.dtype]
+    return torch.float32 if options.device == "cpu" else config.dtype or torch.bfloat16
 
 
 def _tokenizer(source: dict[str, Any], options: LoadOptions) -> PreTrainedTokenizerBase:

@@ -58,13 +58,31 @@ def plan_flops(
     ``layout.context_end``. Probe, relocation and question are counted. In the last layer only the
     last token needs more than its keys and values, and only that is counted (and executed).
     """
-    total = Flops()
+    total, pairs = Flops(), VisiblePairs()
     for index, (shape, layer) in enumerate(zip(shapes, plan.layers, strict=True)):
         last = pruned and index == len(shapes) - 1
         layer = _behind(layer, prefix)
-        total += layer_flops(layer, layout, shape, prefill[index], decode[index], last=last)
+        phases = prefill[index], decode[index]
+        total += layer_flops(layer, layout, shape, *phases, pairs=pairs, last=last)
         total += Flops(relocation=RELOCATION_FLOPS * _relocated(layout, shape))
     return total + _question_pass(plan, layout, shapes, prefix)
+
+
+class VisiblePairs:
+    """Pairs of sorted rows and visible keys, counted once for all layers that share the rows."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, Reach], int] = {}
+
+    def count(self, rows: Int[Tensor, "row"], reaches: tuple[Reach, ...]) -> int:
+        """Pairs of ``rows`` over all groups; the tensor must outlive this object."""
+        return sum(self._count(rows, reach) for reach in reaches) if len(rows) else 0
+
+    def _count(self, rows: Int[Tensor, "row"], reach: Reach) -> int:
+        key = rows.data_ptr(), len(rows), reach
+        if key not in self._known:
+            self._known[key] = visible_pairs(rows, reach)
+        return self._known[key]
 
 
 def _behind(layer: LayerPlan, prefix: int) -> LayerPlan:
@@ -72,7 +90,8 @@ def _behind(layer: LayerPlan, prefix: int) -> LayerPlan:
     if not len(layer.active) or int(layer.active[0]) >= prefix:
         return layer
     ffn = None if layer.ffn is None else layer.ffn[layer.ffn >= prefix]
-    return LayerPlan(layer.active[layer.active >= prefix], ffn, None, layer.ranked)
+    first = int(torch.searchsorted(layer.active, prefix))
+    return LayerPlan(layer.active[first:], ffn, None, layer.ranked)
 
 
 def layer_flops(
@@ -82,27 +101,21 @@ def layer_flops(
     prefill: tuple[Reach, ...],
     decode: tuple[Reach, ...],
     *,
+    pairs: VisiblePairs,
     last: bool,
 ) -> Flops:
     """FLOPs of one layer of a plan."""
     rows, cost = layer.active, shape.cost
     done = rows[-1:] if last else rows
     ffn = 1 if last else len(rows) if layer.ffn is None else len(layer.ffn)
-    context, later = done[done < layout.context_end], done[done >= layout.context_end]
-    pairs = _pairs(context, prefill) + _pairs(later, decode)
+    border = int(torch.searchsorted(done, layout.context_end))
+    seen = pairs.count(done[:border], prefill) + pairs.count(done[border:], decode)
     return Flops(
         projection=len(done) * (cost.query + cost.output)
         + (len(rows) + layer.ranked) * cost.key_value,
-        attention=pairs * shape.attention_pair_flops,
+        attention=seen * shape.attention_pair_flops,
         ffn=ffn * cost.ffn,
     )
-
-
-def _pairs(rows: Int[Tensor, "row"], reaches: tuple[Reach, ...]) -> int:
-    if not len(rows):
-        return 0
-    counts = {reach: visible_pairs(rows, reach) for reach in set(reaches)}
-    return sum(counts[reach] for reach in reaches)
 
 
 def _relocated(layout: Layout, shape: LayerShape) -> int:
@@ -117,12 +130,12 @@ def _question_pass(plan: Plan, layout: Layout, shapes: Sequence[LayerShape], pre
     rows = rows[rows >= prefix]
     layer = LayerPlan(rows)
     probe = probe_rows(layout)
-    total = Flops()
+    total, pairs = Flops(), VisiblePairs()
     for index, shape in enumerate(shapes):
         reaches = (Reach(horizon=shape.horizon),) * shape.num_groups
-        total += layer_flops(layer, layout, shape, reaches, reaches, last=False)
-        scored = visible_pairs(probe, Reach(horizon=shape.horizon))
-        total += Flops(attention=scored * shape.num_groups * shape.attention_pair_flops // 2)
+        total += layer_flops(layer, layout, shape, reaches, reaches, pairs=pairs, last=False)
+        scored = pairs.count(probe, reaches)
+        total += Flops(attention=scored * shape.attention_pair_flops // 2)
         if index == len(shapes) - 1:  # the pass ends with the scores of the last layer
             unused = len(rows) * shape.cost.output, len(rows) * shape.cost.ffn
             total += Flops(projection=-unused[0], ffn=-unused[1])

@@ -33,7 +33,11 @@ class Windows(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Stage:
-    """Where a request stands when a policy decides about one layer; all tensors on the host."""
+    """Where a request stands when a policy decides about one layer.
+
+    All tensors are on the device of the model; a policy that reads one on the host makes the device
+    wait.
+    """
 
     layer: int
     num_layers: int

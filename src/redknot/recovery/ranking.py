@@ -3,6 +3,8 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from redknot.kernels.select import select_top
+
 
 def top_share(
     scores: Float[Tensor, "token"], among: Int[Tensor, "some"], share: float
@@ -20,5 +22,4 @@ def top_count(
     """
     if count >= len(among):
         return among
-    order = scores[among].argsort(descending=True, stable=True)[:count]
-    return among[order].sort().values
+    return among[select_top(scores[among], count)]

@@ -1,6 +1,7 @@
 """From a policy to the rows of each layer: shared by the executor and by simulation."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,36 +14,64 @@ from redknot.recovery.policy import Policy, Stage
 from redknot.recovery.signals import Signals
 
 
-def select(policy: Policy, stage: Stage) -> Int[Tensor, "kept"]:
-    """What ``policy`` keeps of the active stored tokens; ValueError if it brings some back."""
+class Selection(NamedTuple):
+    """What flows from some layer on."""
+
+    active: Int[Tensor, "token"]
+    "Stored tokens, sorted."
+    rows: Int[Tensor, "row"]
+    "All of them: the stored tokens that are left and those that always flow, sorted."
+    host_rows: Int[Tensor, "row"]
+
+
+def select(policy: Policy, stage: Stage) -> Selection | None:
+    """What ``policy`` keeps at ``stage``; None where nothing changes.
+
+    The host waits for the device once, for the rows that it plans attention with. ValueError if the
+    policy brings tokens back.
+    """
     if not len(stage.active):
-        return stage.active
+        return None
     kept = policy.keep(stage)
     if kept is stage.active:
-        return kept
+        return None
     kept = kept.sort().values
-    if not bool(torch.isin(kept, stage.active).all()) or bool((kept.diff() == 0).any()):
+    tokens = stage.layout.num_tokens
+    active = torch.zeros(tokens, dtype=torch.bool, device=kept.device)
+    active.index_fill_(0, stage.active, True)
+    inside = (kept >= 0) & (kept < tokens)
+    sound = (active[kept.clamp(0, tokens - 1)] & inside).all() & (kept.diff() > 0).all()
+    rows = torch.cat([kept, stage.layout.fresh]).sort().values
+    host = torch.cat([rows, sound[None].to(rows.dtype)]).cpu()
+    if not host[-1]:
         raise ValueError(
             f"{policy.describe()} keeps tokens that are not active at layer {stage.layer}"
         )
-    return kept
+    return Selection(kept, rows, host[:-1])
 
 
-def with_fresh(stored: Int[Tensor, "token"], layout: Layout) -> Int[Tensor, "row"]:
-    """All active rows: the stored ones that are left and those that always flow."""
-    return torch.cat([stored, layout.fresh]).sort().values
+def skip(
+    skipped: Bool[Tensor, "token"], rows: Int[Tensor, "row"], fed: Int[Tensor, "some"] | None
+) -> None:
+    """Mark in ``skipped`` the rows that are not ``fed`` to the FFN of a layer."""
+    if fed is not None:
+        missed = torch.zeros_like(skipped).index_fill_(0, rows, True).index_fill_(0, fed, False)
+        skipped |= missed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guess:
-    """Signals that nobody has measured: for predicting what a plan will cost."""
+    """Signals that nobody has measured: for predicting what a plan will cost.
+
+    The same noise for all layers and groups, which costs nothing however long the prompt is.
+    """
 
     groups: Bool[Tensor, "layer group"]
     num_tokens: int
 
     def probe_mass(self) -> Float[Tensor, "layer group token"]:
         """Uniform noise."""
-        return self._noise(*self.groups.shape, self.num_tokens)
+        return self._noise().expand(*self.groups.shape, -1)
 
     def global_groups(self) -> Bool[Tensor, "layer group"]:
         """Known, not guessed."""
@@ -50,14 +79,14 @@ class Guess:
 
     def deviation(self) -> Float[Tensor, "token"]:
         """Uniform noise."""
-        return self._noise(self.num_tokens)
+        return self._noise()
 
     def output_norm(self) -> Float[Tensor, "row"]:
         """Uniform noise."""
-        return self._noise(self.num_tokens)
+        return self._noise()
 
-    def _noise(self, *shape: int) -> Tensor:
-        return torch.rand(*shape, generator=torch.Generator().manual_seed(0))
+    def _noise(self) -> Float[Tensor, "token"]:
+        return torch.rand(self.num_tokens, generator=torch.Generator().manual_seed(0))
 
 
 def simulate(
@@ -76,19 +105,18 @@ def simulate(
         layout=layout,
         signals=signals,
         active=layout.stored,
-        rows=with_fresh(layout.stored, layout),
+        rows=torch.arange(layout.exact, layout.num_tokens),
         skipped=torch.zeros(layout.num_tokens, dtype=torch.bool),
     )
     layers = []
     for layer in range(num_layers):
         stage = replace(stage, layer=layer)
         ranked = len(stage.rows) if policy.ranks_by_deviation(layer) else 0
-        kept = select(policy, stage)
-        if kept is not stage.active:
-            stage = replace(stage, active=kept, rows=with_fresh(kept, layout))
+        chosen = select(policy, stage)
+        if chosen is not None:
+            stage = replace(stage, active=chosen.active, rows=chosen.rows)
         publish, fed = policy.publish(stage), policy.feed(stage)
-        if fed is not None:
-            stage.skipped[stage.rows[~torch.isin(stage.rows, fed)]] = True
+        skip(stage.skipped, stage.rows, fed)
         layers.append(LayerPlan(stage.rows, fed, publish, ranked))
     probe = len(question_rows(layout)) if policy.uses_probe and len(layout.stored) else 0
     return Plan(policy.describe(), layout.num_tokens, tuple(layers), probe)

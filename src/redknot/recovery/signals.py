@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Signals(Protocol):
-    """Measurements of one request; all tensors are on the host."""
+    """Measurements of one request, on the device of the model."""
 
     def probe_mass(self) -> Float[Tensor, "layer group token"]:
         """Mean attention probability of the probe on every token (question pass)."""

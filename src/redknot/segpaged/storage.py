@@ -24,10 +24,13 @@ class PageStorage:
         dtype: torch.dtype,
         device: torch.device,
         num_pages: int = 0,
+        grows: bool = True,
     ) -> None:
+        """``grows`` tells requests that they may call `grow` when pages run out."""
         if page_size < 1:
             raise ValueError(f"pages of {page_size} tokens")
         self.pool = PagePool(num_pages)
+        self.grows = grows
         self.page_size = page_size
         self.planes = {
             name: _plane((num_pages, page_size, width), dtype, device)

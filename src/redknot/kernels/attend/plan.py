@@ -9,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from redknot.kernels.attend.rows import Reach, Rows
+from redknot.kernels.upload import upload
 
 UNLIMITED = 2**30
 "A window or horizon that hides nothing, in tokens."
@@ -84,7 +85,7 @@ class AttendPlan:
 
     def _lengths(self) -> Int[Tensor, "part kv_head"]:
         tokens = [[part.rows.last + 1] * self.num_kv_heads for part in self.parts]
-        return torch.tensor(tokens, dtype=torch.int32).to(self.parts[0].rows.device.device)
+        return upload(torch.tensor(tokens, dtype=torch.int32), self.parts[0].rows.device.device)
 
     def _once(self, key: object, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -109,9 +110,12 @@ class Tiles:
         """Cut the parts of ``plan``; sorting and cutting happen on the device of the rows."""
         parts, positions = plan.parts, plan.positions
         device = positions.device
-        reaches = torch.tensor(
-            [[limits(reach) for reach in part.reaches] for part in parts], dtype=torch.int32
-        ).to(device, non_blocking=True)
+        reaches = upload(
+            torch.tensor(
+                [[limits(reach) for reach in part.reaches] for part in parts], dtype=torch.int32
+            ),
+            device,
+        )
         table, work, cost, first = [], [], [], 0
         for index, part in enumerate(parts):
             count, heads = len(part.rows), len(part.reaches)
@@ -130,7 +134,7 @@ class Tiles:
         order = torch.argsort(torch.cat(cost), descending=True, stable=True)
         return cls(
             positions,
-            torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True),
+            upload(torch.tensor(table, dtype=torch.int32), device),
             reaches,
             torch.cat(work)[order].contiguous(),
         )

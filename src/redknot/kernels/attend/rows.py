@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from redknot.kernels.upload import upload
+
 NO_END = 1 << 60
 "Beyond every position."
 
@@ -54,7 +56,7 @@ class Rows:
     @classmethod
     def at(cls, positions: Int[Tensor, "row"], device: torch.device) -> "Rows":
         """Rows at host ``positions`` (sorted, unique)."""
-        return cls(positions, positions.to(device, non_blocking=True))
+        return cls(positions, upload(positions, device))
 
     def __len__(self) -> int:
         return self.host.shape[0]

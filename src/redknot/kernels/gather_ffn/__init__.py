@@ -1,5 +1,5 @@
 """The FFN of some rows, added where they came from."""
 
-from redknot.kernels.gather_ffn.api import gather_ffn
+from redknot.kernels.gather_ffn.api import ROW_BLOCK, gather_ffn
 
-__all__ = ["gather_ffn"]
+__all__ = ["ROW_BLOCK", "gather_ffn"]

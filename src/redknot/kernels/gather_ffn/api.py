@@ -12,17 +12,13 @@ ROW_BLOCK = 16384
 def gather_ffn(
     hidden: Float[Tensor, "row hidden"],
     ffn: Callable[[Float[Tensor, "some hidden"]], Float[Tensor, "some hidden"]],
-    index: Int[Tensor, "some"] | None = None,
+    index: Int[Tensor, "some"],
     *,
     row_block: int = ROW_BLOCK,
 ) -> Float[Tensor, "row hidden"]:
-    """Add ``ffn`` of the rows ``index`` (unique; None is all) to ``hidden`` in place."""
+    """Add ``ffn`` of the rows ``index`` (unique) to ``hidden`` in place."""
     if row_block < 1:
         raise ValueError(f"a block of {row_block} rows")
-    if index is None:
-        for rows in hidden.split(row_block):
-            rows += ffn(rows)
-        return hidden
     for some in index.split(row_block):
         hidden.index_add_(0, some, ffn(hidden.index_select(0, some)))
     return hidden

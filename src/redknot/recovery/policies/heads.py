@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxtyping import Bool, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from redknot.recovery.policies.dense import Dense
 from redknot.recovery.policy import Stage, Windows, count, fraction
-from redknot.recovery.ranking import top_count, top_share
+from redknot.recovery.ranking import top_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +64,20 @@ class RedKnot(Dense):
 
     def feed(self, stage: Stage) -> Int[Tensor, "some"] | None:
         """Context rows that carry the importance, the recent ones and all that is not stored."""
-        stored = stage.layout.reusable[stage.rows]
-        among = stored.nonzero().flatten()
-        if stage.layer < self.dense_until or not len(among):
+        if stage.layer < self.dense_until or not len(stage.active):
             return None
+        among = torch.searchsorted(stage.rows, stage.active)
         if self.signal == "question":
             importance = stage.signals.probe_mass()[stage.layer :].sum((0, 1))[stage.rows]
         else:
             importance = stage.signals.output_norm()
         if self.mass:
-            chosen = _carrying(importance, among, self.mass)
+            chosen = _carrying(importance[among], self.mass)
         else:
-            chosen = top_share(importance, among, self.share)
-        keep = ~stored
-        keep[chosen] = True
-        keep[among[len(among) - min(self.recent, len(among)) :]] = True
+            chosen = torch.isin(among, top_share(importance, among, self.share))
+        keep = ~stage.layout.reusable[stage.rows]
+        keep.index_fill_(0, among[len(among) - min(self.recent, len(among)) :], True)
+        keep[among] |= chosen
         return stage.rows[keep]
 
     def publish(self, stage: Stage) -> Bool[Tensor, "group row"] | None:
@@ -88,10 +88,13 @@ class RedKnot(Dense):
         return allowed | ~stage.layout.reusable[stage.rows]
 
 
-def _carrying(
-    importance: Tensor, among: Int[Tensor, "some"], mass: float
-) -> Int[Tensor, "carrying"]:
-    """The fewest rows ``among`` whose importance adds up to ``mass`` of the whole."""
-    ordered = importance[among].clamp(min=0).sort(descending=True).values
+def _carrying(importance: Float[Tensor, "some"], mass: float) -> Bool[Tensor, "some"]:
+    """The fewest rows whose importance adds up to ``mass`` of the whole, the first ones of equals.
+
+    How many they are stays on the device.
+    """
+    ordered, order = importance.clamp(min=0).sort(descending=True, stable=True)
     reached = ordered.cumsum(0) / ordered.sum().clamp(min=1e-30)
-    return top_count(importance, among, int((reached < mass).sum()) + 1)
+    rank = torch.arange(len(order), device=order.device)
+    needed = rank <= (reached < mass).sum()
+    return torch.zeros_like(needed).scatter(0, order, needed)

@@ -30,19 +30,23 @@ class Replay(Policy):
         plan = self.plan
         if stage.layout.num_tokens != plan.num_tokens or stage.num_layers != len(plan.layers):
             raise ValueError("the plan is of another model or of a prompt of another length")
-        return stage.active[torch.isin(stage.active, plan.layers[stage.layer].active)]
+        planned = plan.layers[stage.layer].active.to(stage.active.device)
+        return stage.active[torch.isin(stage.active, planned)]
 
     def feed(self, stage: Stage) -> Int[Tensor, "some"] | None:
         """The plan's FFN rows among ``rows``."""
         ffn = self.plan.layers[stage.layer].ffn
-        return None if ffn is None else stage.rows[torch.isin(stage.rows, ffn)]
+        if ffn is None:
+            return None
+        return stage.rows[torch.isin(stage.rows, ffn.to(stage.rows.device))]
 
     def publish(self, stage: Stage) -> Bool[Tensor, "group row"] | None:
         """The plan's publications among ``rows``."""
         planned = self.plan.layers[stage.layer]
         if planned.publish is None:
             return None
-        return planned.publish[:, torch.isin(planned.active, stage.rows)]
+        device = stage.rows.device
+        return planned.publish.to(device)[:, torch.isin(planned.active.to(device), stage.rows)]
 
     def describe(self) -> str:
         """Which policy made the plan."""
