@@ -16,6 +16,7 @@ from redknot.evaluation.pictures import pareto
 from redknot.evaluation.record import Record
 from redknot.evaluation.report import as_table
 from redknot.evaluation.summary import environment, summarise
+from redknot.heads.head_map import Phase
 from redknot.models.loading import LoadOptions
 from redknot.recovery.policies import Dense, parse_policies
 
@@ -78,6 +79,9 @@ def eval_(
                 lines.write(b"".join(msgspec.json.encode(one) + b"\n" for one in found))
                 lines.flush()
     written = {"settings": str(settings), "head_map": head_map.head_map, "data": _names(data)}
+    if chosen_map is not None:
+        shares = (chosen_map.global_share(phase) for phase in Phase)
+        written["global_share"] = "/".join(f"{share:.3g}" for share in shares)
     machine = environment(session.model.adapter.device)
     report = summarise(session.model.name, records, written, machine)
     console.print(as_table(report))

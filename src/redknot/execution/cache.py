@@ -66,6 +66,11 @@ class PromptCache:
         return self._table.length
 
     @property
+    def table(self) -> Int[Tensor, "layer group page"]:
+        """Pages as kernels read them, on the device; valid until the cache changes its pages."""
+        return self._device.view(self._layers, self._groups, -1)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the pages that are held."""
         return self._table.num_pages * self.storage.page_bytes

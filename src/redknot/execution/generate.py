@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from redknot.errors import InputError
+from redknot.execution.batch import DecodeBatch
 from redknot.execution.executor import Executor, Prefilled
 
 
@@ -33,13 +34,14 @@ def decode(
     """Yield new tokens, the end token last if one came. The K/V kept is what rows still see."""
     chooser = _Chooser(sampling, executor.adapter.device)
     logits = prefilled.logits
-    prefilled.retain()
+    batch = DecodeBatch(executor, 1, prefilled.cache.length + sampling.max_tokens)
+    batch.add(prefilled)
     for count in range(1, sampling.max_tokens + 1):
         token = chooser(logits)
         yield token
         if token in end_token_ids or count == sampling.max_tokens:
             return
-        logits = executor.extend(prefilled, torch.tensor([token]))[-1]
+        logits = batch.step([token])[0]
 
 
 class _Chooser:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from redknot.execution.cache import PromptCache
+from redknot.execution.cache import PromptCache, page_storage
 from redknot.execution.executor import Executor
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.execution.visibility import Visibility, global_groups
@@ -20,7 +20,10 @@ from redknot.recovery.selection import simulate
 from redknot.segments import SegmentState
 
 WORTH = 0.95  # a plan must be predicted to take less than this share of dense's time
-ROWS, TOKENS = 512, 2048  # of the calibration
+CALIBRATION = {"cpu": (512, 2048), "cuda": (4096, 16384)}
+"Rows of the FFN and tokens of attention, by device: enough to fill it."
+LAYERS = 8
+"Layers whose relocation is timed at once: what a launch costs counts little then."
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +76,20 @@ class Planner:
 @torch.inference_mode()
 def calibrate(executor: Executor) -> Rates:
     """Measure the parts of one layer on random states (0.3 s for the embedded model on 2 cores)."""
-    adapter, shape = executor.adapter, executor.shapes[0]
+    adapter, shape, parts = executor.adapter, executor.shapes[0], executor.parts
     layer, device = adapter.layers[0], adapter.device
-    hidden = adapter.embed(torch.zeros(ROWS, dtype=torch.int64, device=device))
+    num_rows, tokens = CALIBRATION[device.type]
+    hidden = adapter.embed(torch.zeros(num_rows, dtype=torch.int64, device=device))
     hidden = torch.randn_like(hidden)
-    cache = PromptCache.allocate(adapter, TOKENS)
+    layers = min(LAYERS, len(adapter.layers))
+    cache = PromptCache(page_storage(adapter), layers, shape.num_groups)
+    cache.reserve(tokens)
     for plane in cache.storage.planes.values():
         plane.normal_()
     heads = shape.num_groups * shape.queries_per_group
-    query = torch.randn(heads, TOKENS, shape.head_dim, dtype=adapter.dtype, device=device)
-    whole = Rows.at(torch.arange(TOKENS), device)
-    some = Rows.at(torch.arange(0, TOKENS, TOKENS // ROWS), device)
+    query = torch.randn(heads, tokens, shape.head_dim, dtype=adapter.dtype, device=device)
+    whole = Rows.at(torch.arange(tokens), device)
+    some = Rows.at(torch.arange(0, tokens, tokens // num_rows), device)
     reaches = (Reach(),) * shape.num_groups
 
     def attention_rate(rows: Rows) -> float:
@@ -96,19 +102,20 @@ def calibrate(executor: Executor) -> Rates:
         return flops / spent
 
     state = SegmentState(
-        torch.zeros(ROWS, dtype=torch.int64),
-        dict(zip(("key", "value"), cache.first(ROWS), strict=True)),
+        torch.zeros(num_rows, dtype=torch.int64),
+        dict(zip(("key", "value"), cache.first(num_rows), strict=True)),
     )
-    elements = ROWS * shape.num_groups * shape.head_dim * len(executor.shapes)
-    placing = _time(device, lambda: cache.place(adapter, state, 0, ROWS))
-    one = Placed.at(adapter, torch.tensor([TOKENS - 1]))
-    trip = Trip(cache, Visibility.of(executor.shapes, 0), executor.settings.attention)
+    elements = num_rows * shape.num_groups * shape.head_dim * layers
+    placing = _time(device, lambda: cache.place(adapter, state, 0, num_rows))
+    one = Placed.at(adapter, torch.tensor([tokens - 1]))
+    sight = Visibility.of(executor.shapes, 0)
+    trip = Trip(cache, sight, executor.settings.attention, parts=parts)
 
     def one_row() -> None:
-        finish(layer, hidden[:1], attention(trip, 0, layer, one, hidden[:1]).out)
+        finish(layer, hidden[:1], attention(trip, 0, layer, one, hidden[:1]).out, parts=parts)
 
     return Rates(
-        matmul=ROWS * shape.cost.ffn / _time(device, lambda: layer.ffn(hidden)),
+        matmul=num_rows * shape.cost.ffn / _time(device, lambda: parts.ffn(layer, hidden)),
         causal=attention_rate(whole),
         gathered=attention_rate(some),
         relocate=RELOCATION_FLOPS * elements / placing,

@@ -36,17 +36,26 @@ class SegmentState:
         """Size of the planes."""
         return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
 
+    def in_host_memory(self) -> "SegmentState":
+        """The same state in page-locked memory, from where a GPU copies it without the host."""
+        locked = torch.cuda.is_available()
+        planes = {
+            name: torch.empty_like(plane, device="cpu", pin_memory=locked).copy_(plane)
+            for name, plane in self.planes.items()
+        }
+        return SegmentState(self.token_ids, planes)
+
     def checksum(self) -> int:
         """A sum over all bits of the planes: any single change alters it, at memory speed."""
-        total = 0
+        sums = []
         for plane in self.planes.values():
-            words = (
-                plane.contiguous()
-                .view(-1)
-                .view(torch.int32 if plane.element_size() == 4 else torch.int16)
-            )
-            total = (total * 31 + int(words.sum(dtype=torch.int64))) % (1 << 63)
-        return total
+            flat = plane.contiguous().view(-1)
+            words = flat.view(torch.int64) if flat.nbytes % 8 == 0 else flat.view(torch.uint8)
+            sums.append(words.sum(dtype=torch.int64))
+        total = 0
+        for one in torch.stack(sums).tolist():
+            total = total * 31 + one
+        return total % (1 << 63)
 
     def fits(self, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
         """Whether the planes are whole and of ``(layers, groups, dim)`` and ``dtype``."""

@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -43,11 +43,20 @@ class StoreUsage:
 class MemoryStore:
     """State in this process, bounded in bytes, least recently used out first."""
 
-    def __init__(self, capacity_bytes: int = 4 << 30, *, verify: bool = True) -> None:
-        """``verify`` compares a checksum at each hit, at memory speed."""
+    def __init__(
+        self,
+        capacity_bytes: int = 4 << 30,
+        *,
+        verify: bool = True,
+        place: Literal["as built", "host"] = "as built",
+    ) -> None:
+        """``verify`` compares a checksum at each hit, at the speed of the memory it is in.
+
+        ``place`` says where: on the device of the model that built it, or in host memory.
+        """
         if capacity_bytes < 0:
             raise ValueError(f"capacity of {capacity_bytes} bytes")
-        self._capacity, self._verify = capacity_bytes, verify
+        self._capacity, self._verify, self._place = capacity_bytes, verify, place
         self._entries: OrderedDict[bytes, tuple[SegmentState, int]] = OrderedDict()
         self._bytes = self._hits = self._misses = self._evictions = self._damaged = 0
         self._lock = threading.Lock()
@@ -71,6 +80,8 @@ class MemoryStore:
         """Keep ``state`` and make room for it."""
         size = state.num_bytes
         checksum = state.checksum() if self._verify else 0
+        if self._place == "host" and size <= self._capacity:
+            state = state.in_host_memory()
         with self._lock:
             if size > self._capacity:
                 return False

@@ -15,10 +15,16 @@ def append(
     cosine: Tensor,
     sine: Tensor,
     publish: Tensor | None,
+    one_each: bool,
 ) -> None:
     """As `redknot.kernels.append.append`."""
     at = positions.to(torch.int64)
-    pages = kv.table[:, at // kv.page_size].to(torch.int64)
+    if one_each:
+        requests = torch.arange(kv.num_requests, device=at.device)
+        table = kv.table.unflatten(0, (-1, kv.num_kv_heads))
+        pages = table[requests, :, at // kv.page_size].T.to(torch.int64)
+    else:
+        pages = kv.table[:, at // kv.page_size].to(torch.int64)
     where = pages * kv.page_size + at % kv.page_size
     wanted = pages >= 0
     if publish is not None:

@@ -10,10 +10,11 @@ from redknot.kernels.paging import PagedKV
 ROWS, STREAMS = 16, 8  # of one program; see benchmarks/kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_streams", "num_rows", "row_streams", "table_stream"])
 def _append(
     key_plane, value_plane, table, key, value, positions, cosine, sine, publish,
-    num_streams, num_rows, key_stream, key_row, value_stream, value_row, table_stream,
+    num_streams, num_rows, row_streams,
+    key_stream, key_row, value_stream, value_row, table_stream,
     MASKED: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
@@ -35,9 +36,8 @@ def _append(
         if MASKED:
             published = tl.load(publish + stream * num_rows + rows, mask=wanted, other=0)
             wanted &= published != 0
-        pages = tl.load(
-            table + stream.to(tl.int64) * table_stream + position // PAGE, mask=wanted, other=-1
-        ).to(tl.int64)
+        held = (stream + rows * row_streams).to(tl.int64) * table_stream
+        pages = tl.load(table + held + position // PAGE, mask=wanted, other=-1).to(tl.int64)
         inside = (wanted & (pages >= 0))[:, None] & (dims < D)[None, :]
         where = (pages * PAGE + position % PAGE)[:, None] * D + dims[None, :]
         source = stream.to(tl.int64) * key_stream + rows.to(tl.int64) * key_row
@@ -58,6 +58,7 @@ def append(
     cosine: Tensor,
     sine: Tensor,
     publish: Tensor | None,
+    one_each: bool,
 ) -> None:
     """As `redknot.kernels.append.append`."""
     num_streams, num_rows, dim = key.shape
@@ -66,7 +67,8 @@ def append(
     mask = None if publish is None else publish.to(kv.table.device).view(torch.uint8).contiguous()
     _append[(triton.cdiv(num_streams, STREAMS), triton.cdiv(num_rows, ROWS))](
         kv.key, kv.value, kv.table, key, value, positions, cosine.contiguous(), sine.contiguous(),
-        kv.table if mask is None else mask, num_streams, num_rows,
+        kv.table if mask is None else mask,
+        num_streams, num_rows, kv.num_kv_heads if one_each else 0,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.table.stride(0),
         MASKED=mask is not None, HALF=cosine.shape[1], PAGE=kv.page_size, D=dim,
         BD=triton.next_power_of_2(dim), BR=ROWS, BS=STREAMS, num_warps=4,

@@ -20,7 +20,7 @@ class Config(NamedTuple):
     stages: int = 3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stream"])
 def _decode(
     query, key, value, table, out, partial, partial_lse, positions, units, reaches, scale,
     query_request, query_head, table_stream,
@@ -33,12 +33,21 @@ def _decode(
     split = tl.load(units + unit * 4 + 1)
     splits = tl.load(units + unit * 4 + 2)
     slot = tl.load(units + unit * 4 + 3)
+    dims = tl.arange(0, BD)
+    rows = tl.arange(0, BM)
+    inside = (rows < GROUP)[:, None] & (dims < D)[None, :]
+    target = (stream.to(tl.int64) * GROUP + rows) * D
+    target = out + target[:, None] + dims[None, :]
+    if splits < 1:  # an idle slot, or an unused unit
+        nothing = tl.zeros([BM, BD], out.dtype.element_ty)
+        tl.store(target, nothing, mask=inside & (stream >= 0))
+        return
     request = stream // HEADS
     head = stream % HEADS
     position = tl.load(positions + request)
-    window = tl.load(reaches + head * 3)
-    sink = tl.load(reaches + head * 3 + 1)
-    horizon = tl.load(reaches + head * 3 + 2)
+    window = tl.load(reaches + stream * 3)
+    sink = tl.load(reaches + stream * 3 + 1)
+    horizon = tl.load(reaches + stream * 3 + 2)
     low = tl.maximum(position - tl.minimum(window, horizon) + 1, 0)
     sink_low = tl.maximum(position - horizon + 1, 0)
     sinks = tl.maximum(tl.minimum(sink, low) - sink_low, 0)
@@ -47,9 +56,6 @@ def _decode(
     start = split * share
     stop = tl.minimum(start + share, count)
 
-    dims = tl.arange(0, BD)
-    rows = tl.arange(0, BM)
-    inside = (rows < GROUP)[:, None] & (dims < D)[None, :]
     place = request.to(tl.int64) * query_request + (head * GROUP + rows) * query_head
     q = tl.load(query + place[:, None] + dims[None, :], mask=inside, other=0.0)
     table += stream.to(tl.int64) * table_stream
@@ -81,8 +87,7 @@ def _decode(
         peak = higher
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
     if splits == 1:
-        place = (request.to(tl.int64) * HEADS * GROUP + head * GROUP + rows) * D
-        tl.store(out + place[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
+        tl.store(target, result.to(out.dtype.element_ty), mask=inside)
     else:
         place = slot.to(tl.int64) * GROUP + rows
         tl.store(partial + place[:, None] * D + dims[None, :], result, mask=inside)
@@ -99,6 +104,8 @@ def _join(
     stream = tl.load(streams + tl.program_id(0) * 3)
     splits = tl.load(streams + tl.program_id(0) * 3 + 1)
     first = tl.load(streams + tl.program_id(0) * 3 + 2)
+    if stream < 0:
+        return
     member = tl.program_id(1)
     dims = tl.arange(0, BD)
     acc = tl.zeros([BD], tl.float32)
@@ -145,7 +152,7 @@ def attend_decode(
         BM=max(16, triton.next_power_of_2(group)), BN=config.keys, INTERPRET=INTERPRETED,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    if plan.num_slots:
+    if plan.num_slots:  # unless no stream can ever be split
         _join[(len(plan.split_streams), group)](
             out, partial, partial_lse, plan.split_streams,
             GROUP=group, D=dim, BD=width, BS=16, num_warps=2,

@@ -12,7 +12,13 @@ from redknot.kernels.paging import PagedKV
 BEYOND = tl.constexpr(UNLIMITED)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "packed", "span", "sink", "horizon", "table_stream", "lse_head", "lse_member",
+    ],
+    # What a call gets of these tables begins anywhere.
+    do_not_specialize_on_alignment=["table", "positions", "known"],
+)  # fmt: skip
 def _fold(
     query, key, value, table, out, lse, positions, known, packed, span, sink, horizon, scale,
     query_head, query_row, query_member, out_head, out_row, out_member, table_stream, lse_head,

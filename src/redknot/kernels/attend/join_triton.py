@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "lse_head"])
 def join_splits(
     out, lse, partial, partial_lse, parts, work, splits, out_head, out_row, lse_head,
     GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,

@@ -133,7 +133,7 @@ def _full(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stream", "lse_head"])
 def _attend(
     query, key, value, key_bulk, value_bulk, table, out, lse, partial, partial_lse,
     positions, parts, reaches, work, scale,

@@ -48,9 +48,14 @@ def _fold(
     return found
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "first_stream", "packed", "num_keys", "oldest", "horizon", "table_stream",
+    ]
+)  # fmt: skip
 def _mass(
-    query, key, table, lse, positions, mass, packed, num_keys, oldest, horizon, scale, table_stream,
+    query, key, table, lse, positions, mass,
+    first_stream, packed, num_keys, oldest, horizon, scale, table_stream,
     GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +65,8 @@ def _mass(
     keys = start + tl.arange(0, BN)
     dims = tl.arange(0, BD)
     held = (keys < num_keys) & (keys >= oldest)
-    pages = tl.load(table + head * table_stream + keys // PAGE, mask=held, other=-1).to(tl.int64)
+    table += (first_stream + head).to(tl.int64) * table_stream
+    pages = tl.load(table + keys // PAGE, mask=held, other=-1).to(tl.int64)
     held &= pages >= 0
     where = (pages * PAGE + keys % PAGE) * D
     inside = held[:, None] & (dims < D)[None, :]
@@ -109,9 +115,9 @@ def column_mass(
     mass = make(heads, num_keys, dtype=torch.float32, device=query.device)
     first = oldest // config.keys * config.keys
     _mass[(triton.cdiv(num_keys - first, config.keys), heads)](
-        packed, kv.key, kv.table[request * heads :], peaks, rows.device.to(torch.int32), mass,
-        group * len(rows), num_keys, oldest, UNLIMITED if horizon is None else horizon, scale,
-        kv.table.stride(0),
+        packed, kv.key, kv.table, peaks, rows.device.to(torch.int32), mass,
+        request * heads, group * len(rows), num_keys, oldest,
+        UNLIMITED if horizon is None else horizon, scale, kv.table.stride(0),
         GROUP=group, PAGE=kv.page_size, D=dim, BD=triton.next_power_of_2(dim),
         BM=config.rows, BN=config.keys, INTERPRET=INTERPRETED,
         num_warps=config.warps, num_stages=config.stages,

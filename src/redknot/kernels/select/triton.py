@@ -43,7 +43,7 @@ def _extend(
     return (prefix << (ABOVE - SHIFT)) | chosen.to(tl.uint32), need
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wanted", "count"])
 def _tally(
     scores, among, tallies, state, wanted, count, ABOVE: tl.constexpr, SHIFT: tl.constexpr,
     BEFORE: tl.constexpr, BINS: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
@@ -61,7 +61,7 @@ def _tally(
     tl.atomic_add(tallies + digit, 1, mask=inside, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _count(
     scores, among, tallies, state, counts, count,
     BINS: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
@@ -75,7 +75,7 @@ def _count(
     tl.store(counts + chunk * 2 + 1, tl.sum((inside & (rank == last)).to(tl.int32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _compact(
     scores, among, state, counts, tokens, count,
     MASKED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
