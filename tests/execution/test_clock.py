@@ -26,6 +26,11 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return said
 
 
+def fail(clock: Clock) -> None:
+    clock.part("project")
+    raise KeyError("lost")
+
+
 def stretches(ticks: list[float]) -> list[float]:
     return [after - before for before, after in pairwise(ticks)]
 
@@ -86,14 +91,11 @@ def test_without_detail_parts_cost_no_mark(ticks: list[float]) -> None:
 
 
 @pytest.mark.parametrize("detailed", [False, True])
-def test_what_fails_is_charged_to_the_stage_that_failed(
-    detailed: bool, ticks: list[float]
-) -> None:
+def test_what_fails_is_charged_to_the_stage_that_failed(detailed: bool, ticks: list[float]) -> None:
     clock = Clock(CPU, detailed=detailed)
     clock.mark("lookup")
     with pytest.raises(KeyError, match="lost"), clock.stage("recover"):
-        clock.part("project")
-        raise KeyError("lost")
+        fail(clock)
     with clock.stage("decode"):
         clock.part("attend")
     seconds = clock.seconds

@@ -20,8 +20,8 @@ from redknot.recovery.policies import POLICIES
 
 MODELS = ["llama", "qwen2-14/2", "qwen3"]
 NAMES = [field.name for field in fields(Parts)]
-VERSIONS = 2
-"Of a function: one for a single row and one for more."
+VERSIONS = 3
+"Of a function: for a single row, for more, and for blocks of rows that do not begin a tensor."
 
 
 @pytest.fixture(autouse=True)

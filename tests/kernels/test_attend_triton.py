@@ -81,9 +81,23 @@ def test_sinks_count_once_over_all_splits(splits: int) -> None:
 
 def test_splits_are_more_than_one_only_where_tiles_alone_do_not_fill_the_device() -> None:
     for tiles, tokens in itertools.product((1, 10, 132, 264, 10_000), (1, 4096, 2**20)):
-        splits = kernel._splits(tiles, tokens)
+        splits = kernel._splits(rows_at(tokens - 1), tiles)
         assert 1 <= splits <= max(1, kernel.SLOTS // tiles)
         assert splits == 1 or tokens // splits >= 1024
+
+
+def test_tiles_that_see_little_do_not_fill_the_device() -> None:
+    """Three rows of four stand at the start, or three heads of four see a window."""
+    last = 2**20 - 1
+    alone = kernel._splits(rows_at(last), 10)
+    assert kernel._splits(rows_at(0, 1, 2, last), 40) == alone
+    assert kernel._splits(rows_at(last, windows=(None, 9, 9, 9)), 40) == alone
+    assert kernel._splits(rows_at(last - 3, last - 2, last - 1, last), 40) == alone // 4
+
+
+def rows_at(*positions: int, windows: tuple[int | None, ...] = (None,)) -> AttendPlan:
+    rows = Rows.at(torch.tensor(positions), torch.device("cpu"))
+    return AttendPlan.of(Part(0, rows, tuple(Reach(window) for window in windows)))
 
 
 OVERREAD = """

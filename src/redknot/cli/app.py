@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 from cyclopts.config import Env, Toml
 
+from redknot.cli.bench import bench
 from redknot.cli.console import errors
 from redknot.cli.demo import demo
 from redknot.cli.eval import eval_
@@ -27,6 +28,7 @@ app.command(generate, name="generate")
 app.command(eval_, name="eval")
 app.command(profile_, name="profile")
 app.command(inspect)
+app.command(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

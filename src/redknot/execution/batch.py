@@ -40,10 +40,10 @@ class _Size:
 
     def replan(self, fresh: list[DecodePlan]) -> bool:
         """Balance anew, in place; False where requests see differently than those before."""
-        pairs = {id(old): (old, new) for old, new in zip(self.plans, fresh, strict=True)}
-        if any(old.pattern != new.pattern for old, new in pairs.values()):
+        pairs = list(zip(self.plans, fresh, strict=True))
+        if any(old.pattern != new.pattern for old, new in pairs):
             return False
-        for old, new in pairs.values():
+        for old, new in {id(old): (old, new) for old, new in pairs}.values():
             old.refill(new)
         self.planned_at = self.steps
         return True
@@ -86,6 +86,9 @@ class DecodeBatch:
         """Take in a request, whose cache then only goes forward; returns its number."""
         if len(self.requests) == self.max_requests:
             raise ValueError(f"the batch holds {self.max_requests} requests")
+        if prefilled.cache.length > self.max_tokens:
+            length = prefilled.cache.length
+            raise ValueError(f"a prompt of {length} tokens in a batch of {self.max_tokens} tokens")
         self.requests.append(prefilled.retain())
         self.lengths.append(prefilled.cache.length)
         self._show(len(self.requests) - 1)
@@ -93,8 +96,11 @@ class DecodeBatch:
         return len(self.requests) - 1
 
     def remove(self, number: int) -> Prefilled:
-        """Let go of a request; the last one gets its number."""
+        """Let go of a request, which may go on elsewhere; the last one gets its number."""
+        if not 0 <= number < len(self.requests):
+            raise ValueError(f"no request {number} among {len(self.requests)}")
         gone, last = self.requests[number], len(self.requests) - 1
+        gone.cache.trim(self.lengths[number])
         self.requests[number], self.lengths[number] = self.requests[last], self.lengths[last]
         del self.requests[last], self.lengths[last]
         if number < last:

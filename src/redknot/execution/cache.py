@@ -1,6 +1,7 @@
 """K/V of one request in pages: written by relocation and by every pass, given back when unseen."""
 
 import weakref
+from abc import ABC, abstractmethod
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,7 +32,38 @@ def page_storage(
     )
 
 
-class PromptCache:
+class Pages(ABC):
+    """Where rows of one request write their state, and attention reads it."""
+
+    @abstractmethod
+    def layer(self, index: int) -> PagedKV:
+        """K/V of one layer, as kernels read it."""
+
+    def write(
+        self,
+        index: int,
+        positions: Int[Tensor, "row"],
+        key: Float[Tensor, "group row dim"],
+        value: Float[Tensor, "group row dim"],
+        angles: tuple[Float[Tensor, "row half"], Float[Tensor, "row half"]],
+        publish: Bool[Tensor, "group row"] | None = None,
+    ) -> None:
+        """Rotate un-rotated ``key`` and replace the state of ``positions`` in one layer.
+
+        In each group only where ``publish`` says so.
+        """
+        append(self.layer(index), key, value, positions, *angles, publish=publish)
+
+    def read(
+        self, index: int, positions: Int[Tensor, "row"]
+    ) -> tuple[Float[Tensor, "group row dim"], Float[Tensor, "group row dim"]]:
+        """Copies of the keys and values of ``positions`` in one layer."""
+        kv = self.layer(index)
+        pages = kv.table[:, positions // kv.page_size].long()
+        return kv.key[pages, positions % kv.page_size], kv.value[pages, positions % kv.page_size]
+
+
+class PromptCache(Pages):
     """Keys and values of positions 0 to ``length``, rotated: the only copy that a request makes.
 
     Every (layer, group) has pages of its own. They go back to the pool when nobody will see them
@@ -91,14 +123,19 @@ class PromptCache:
         if len(change.sources) or self._table.logical().shape[1] > columns:
             self._upload()
 
+    def trim(self, tokens: int) -> None:
+        """Give back room from position ``tokens`` on, of which nothing is written."""
+        if tokens < self.length:
+            self._table.truncate(tokens)
+            self._upload()
+
     def truncate(self, tokens: int) -> None:
         """Forget positions from ``tokens`` on, if there are any."""
         if tokens >= self.length:
             return
         if self._retention is not None:
             raise ValueError("what decoding no longer sees was given back: there is no way back")
-        self._table.truncate(tokens)
-        self._upload()
+        self.trim(tokens)
 
     def fork(self) -> "PromptCache":
         """The same state; pages are shared until one of the two grows into them."""
@@ -129,21 +166,6 @@ class PromptCache:
             view = self._views[index] = self._paged(rows)
         return view
 
-    def write(
-        self,
-        index: int,
-        positions: Int[Tensor, "row"],
-        key: Float[Tensor, "group row dim"],
-        value: Float[Tensor, "group row dim"],
-        angles: tuple[Float[Tensor, "row half"], Float[Tensor, "row half"]],
-        publish: Bool[Tensor, "group row"] | None = None,
-    ) -> None:
-        """Rotate un-rotated ``key`` and replace the state of ``positions`` in one layer.
-
-        In each group only where ``publish`` says so.
-        """
-        append(self.layer(index), key, value, positions, *angles, publish=publish)
-
     def place(self, adapter: Adapter, state: SegmentState, start: int, tokens: int) -> None:
         """Relocate the first ``tokens`` of ``state`` to ``start``: one rotation, all layers."""
         positions = torch.arange(start, start + tokens, device=adapter.device)
@@ -152,14 +174,6 @@ class PromptCache:
             for name in ("key", "value")
         )
         append(self._paged(slice(None)), key, value, positions, *adapter.rotary.table(positions))
-
-    def read(
-        self, index: int, positions: Int[Tensor, "row"]
-    ) -> tuple[Float[Tensor, "group row dim"], Float[Tensor, "group row dim"]]:
-        """Copies of the keys and values of ``positions`` in one layer."""
-        kv = self.layer(index)
-        pages = kv.table[:, positions // kv.page_size].long()
-        return kv.key[pages, positions % kv.page_size], kv.value[pages, positions % kv.page_size]
 
     def first(
         self, tokens: int

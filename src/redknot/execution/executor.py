@@ -13,7 +13,7 @@ from redknot.execution.cache import PromptCache, page_storage
 from redknot.execution.clock import Clock
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.execution.parts import EAGER, Parts
-from redknot.execution.probe import probe_mass
+from redknot.execution.probe import ProbePass
 from redknot.execution.recover import Executed, Recovery
 from redknot.execution.transfer import on_device
 from redknot.execution.visibility import Visibility, global_groups
@@ -134,6 +134,7 @@ class Executor:
         self.shapes = [layer.shape for layer in adapter.layers]
         compiled = settings.compiled and adapter.device.type == "cuda"
         self.parts = Parts.compiled() if compiled else EAGER
+        self._probe = ProbePass(adapter)
 
     @torch.inference_mode()
     def prefill(
@@ -163,13 +164,14 @@ class Executor:
         if policy.uses_probe and len(layout.stored):
             with clock.stage("probe"):
                 seeing = self._trip(cache, Visibility.of(self.shapes, 0), clock=clock)
-                mass = probe_mass(self.adapter, seeing, token_ids, layout)
+                mass = self._probe.mass(seeing, cache, token_ids, layout)
                 cache.truncate(layout.num_tokens)
         with clock.stage("recover"):
             groups = global_groups(self.shapes, head_map)
             trip = self._trip(cache, sight, recorder, clock)
             recovery = Recovery(self.adapter, trip, token_ids, layout, policy, groups, mass)
-            logits = self.adapter.logits(self._in_chunks(recovery, trip, layout, policy))[-1]
+            hidden = self._in_chunks(recovery, cache, trip.sight, layout, policy)
+            logits = self.adapter.logits(hidden)[-1]
         return Prefilled(
             token_ids=token_ids,
             cache=cache,
@@ -247,12 +249,17 @@ class Executor:
         return None if policy.adaptive else self.settings.chunk_tokens
 
     def _in_chunks(
-        self, recovery: Recovery, trip: Trip, layout: Layout, policy: Policy
+        self,
+        recovery: Recovery,
+        cache: PromptCache,
+        sight: Visibility,
+        layout: Layout,
+        policy: Policy,
     ) -> Float[Tensor, "row hidden"]:
-        step, cache = self._chunk_tokens(policy), trip.cache
+        step = self._chunk_tokens(policy)
         if step is None:
             return recovery.run(0, layout.num_tokens)
-        retention = trip.sight.retention()
+        retention = sight.retention()
         for start in range(layout.exact, layout.num_tokens, step):
             stop = min(start + step, layout.num_tokens)
             cache.reserve(stop)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from redknot.execution.cache import PromptCache
+from redknot.execution.cache import Pages
 from redknot.execution.clock import Clock
 from redknot.execution.parts import EAGER, Parts
 from redknot.execution.visibility import Visibility
@@ -67,7 +67,7 @@ class Placed:
 class Trip:
     """What is the same for all layers of one pass."""
 
-    cache: PromptCache
+    cache: Pages
     sight: Visibility
     impl: Impl = "auto"
     row_block: int | None = None

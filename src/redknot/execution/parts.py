@@ -5,8 +5,8 @@ One compilation serves all layers of a model and all numbers of rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from types import FunctionType
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,7 @@ from torch import Tensor
 from redknot.kernels.relocate import rotate
 from redknot.models import Layer
 
+T = TypeVar("T")
 Hidden = Float[Tensor, "row hidden"]
 
 
@@ -70,16 +71,28 @@ class Parts:
 
     @classmethod
     def compiled(cls, backend: str = "inductor") -> "Parts":
-        """For a number of rows that is not known yet; a single row gets a version of its own."""
-
-        compiled = partial(torch.compile, dynamic=True, backend=backend)
+        """Each compiled once for any number of rows, and once more for a single row."""
         return cls(
-            compiled(project),
-            compiled(project_tail),
-            compiled(add_attention),
-            compiled(add_both),
-            compiled(ffn),
+            _compiled(project, backend),
+            _compiled(project_tail, backend),
+            _compiled(add_attention, backend),
+            _compiled(add_both, backend),
+            _compiled(ffn, backend),
         )
+
+
+def _compiled(function: Callable[..., T], backend: str) -> Callable[..., T]:
+    # A copy: PyTorch keeps few versions of one function and runs further ones as they are.
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    fast = torch.compile(own, backend=backend)
+
+    def run(layer: Layer, *states: Tensor) -> T:
+        for state in states:
+            if len(state) > 1:  # the number of rows varies, and nothing else
+                torch._dynamo.maybe_mark_dynamic(state, 0)
+        return fast(layer, *states)
+
+    return run
 
 
 EAGER = Parts()

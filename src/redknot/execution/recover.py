@@ -118,7 +118,7 @@ class Recovery:
                 self._trip, index, layer, placed, hidden, publish=publish, tail=1 if last else None
             ).out
             if last:
-                fed, hidden = None, hidden[-1:]
+                fed, hidden = None, hidden[-1:].clone()  # one row as any other to a compiler
             else:
                 fed = self._feed(stage, attended)
             index_in = None if fed is None else torch.searchsorted(stage.rows, fed)
@@ -151,7 +151,9 @@ class Recovery:
         self, stage: Stage, attended: Float[Tensor, "row query_head*dim"]
     ) -> Int[Tensor, "some"] | None:
         """Positions of the rows that run the FFN; None is all."""
-        self._signals.measure_output = lambda: attended.float().norm(dim=-1)
+        self._signals.measure_output = lambda: torch.linalg.vector_norm(
+            attended, dim=-1, dtype=torch.float32
+        )
         return self._policy.feed(stage)
 
     def _deviation(

@@ -55,7 +55,7 @@ class SegmentState:
         total = 0
         for one in torch.stack(sums).tolist():
             total = total * 31 + one
-        return total % (1 << 63)
+        return total % (1 << 64)
 
     def fits(self, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
         """Whether the planes are whole and of ``(layers, groups, dim)`` and ``dtype``."""

@@ -76,16 +76,33 @@ class AttendPlan:
             (index, heads.start, heads.stop), lambda: AttendPlan.of(Part(0, part.rows, reaches))
         )
 
+    @property
+    def fullness(self) -> float:
+        """Mean of the keys that rows and KV heads span over the most that one spans, about."""
+        return self._once("fullness", self._fullness)
+
     def tiles(self, group: int, height: int) -> "Tiles":
         """Work of a kernel that takes ``height`` packed rows of ``group`` query heads at once."""
         return self._once((group, height), lambda: Tiles.of(self, group, height))
 
     def _positions(self) -> Int[Tensor, "row"]:
-        return torch.cat([part.rows.device for part in self.parts]).to(torch.int32)
+        positions = [part.rows.device for part in self.parts]
+        if len(positions) == 1:  # a buffer of int32 is read where it stands: graphs rely on it
+            return positions[0].to(torch.int32)
+        return torch.cat(positions).to(torch.int32)
 
     def _lengths(self) -> Int[Tensor, "part kv_head"]:
         tokens = [[part.rows.last + 1] * self.num_kv_heads for part in self.parts]
         return upload(torch.tensor(tokens, dtype=torch.int32), self.parts[0].rows.device.device)
+
+    def _fullness(self) -> float:
+        spans = [
+            (part.rows.host + 1).clamp(max=UNLIMITED if reach.span is None else reach.span)
+            for part in self.parts
+            for reach in part.reaches
+        ]
+        keys = torch.cat(spans)
+        return float(keys.sum()) / (len(keys) * max(1, int(keys.max())))
 
     def _once(self, key: object, make: Callable[[], Any]) -> Any:
         if key not in self._made:

@@ -239,7 +239,7 @@ def attend(
         out = torch.empty(num_rows, num_heads, dim, dtype=query.dtype, device=query.device)
     lse = query.new_empty(num_heads, num_rows, dtype=torch.float32) if return_lse else out
     tiles = plan.tiles(group, config.rows)
-    splits = config.splits or _splits(len(tiles.work), max(p.rows.last for p in plan.parts) + 1)
+    splits = config.splits or _splits(plan, len(tiles.work))
     shape = (len(tiles.work) * splits, config.rows) if splits > 1 else (0, config.rows)
     partial = query.new_empty(*shape, dim, dtype=torch.float32)
     partial_lse = query.new_empty(*shape, dtype=torch.float32)
@@ -265,9 +265,15 @@ def attend(
     return out.flatten(1), lse if return_lse else None
 
 
-def _splits(tiles: int, tokens: int) -> int:
-    """Parts of the keys of every tile: more than one where tiles alone do not fill the device."""
-    return max(1, min(SLOTS // tiles, tokens // 1024))
+def _splits(plan: AttendPlan, tiles: int) -> int:
+    """Parts of the keys of every tile: more than one where tiles alone do not fill the device.
+
+    Short tiles beside long ones do not fill it either.
+    """
+    if tiles >= SLOTS:
+        return 1
+    tokens = max(part.rows.last for part in plan.parts) + 1
+    return max(1, min(int(SLOTS / (tiles * plan.fullness)), tokens // 1024))
 
 
 def _bulk(plane: Tensor, keys: int) -> TensorDescriptor:

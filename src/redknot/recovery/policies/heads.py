@@ -71,13 +71,12 @@ class RedKnot(Dense):
             importance = stage.signals.probe_mass()[stage.layer :].sum((0, 1))[stage.rows]
         else:
             importance = stage.signals.output_norm()
-        if self.mass:
-            chosen = _carrying(importance[among], self.mass)
-        else:
-            chosen = torch.isin(among, top_share(importance, among, self.share))
         keep = ~stage.layout.reusable[stage.rows]
+        if self.mass:
+            keep[among] = _carrying(importance[among], self.mass)
+        else:
+            keep.index_fill_(0, top_share(importance, among, self.share), True)
         keep.index_fill_(0, among[len(among) - min(self.recent, len(among)) :], True)
-        keep[among] |= chosen
         return stage.rows[keep]
 
     def publish(self, stage: Stage) -> Bool[Tensor, "group row"] | None:

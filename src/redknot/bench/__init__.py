@@ -1,0 +1,1 @@
+"""How fast, beside the best dense? Time to first token, its parts, decoding and capacity."""

@@ -1,0 +1,291 @@
+"""`redknot bench`: speed and memory beside the best dense, on random ids of an exact number."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from cyclopts import App
+
+from redknot.bench import capacity as capacity_bench
+from redknot.bench import decode as decode_bench
+from redknot.bench import pictures, records, rows, tables
+from redknot.bench.breakdown import breakdown
+from redknot.bench.context import Bench
+from redknot.bench.dense_attention import parse_peers
+from redknot.bench.fidelity import FidelityReports
+from redknot.bench.machine import describe_machine, seconds_of
+from redknot.bench.maps import MapSettings
+from redknot.bench.peers import Peers
+from redknot.bench.setting import DENSE, as_share, parse_settings
+from redknot.bench.ttft import TtftSettings, shapes_of, ttft, with_fidelity
+from redknot.cli.console import check_picture, check_writable, console, write_json
+from redknot.cli.options import Flat, Paths
+from redknot.errors import InputError
+from redknot.execution.planner import Planner
+from redknot.models import LoadedModel, load_model
+from redknot.models.loading import LoadOptions
+from redknot.recovery.policies import parse_policy
+
+bench = App(name="bench", help="Measure speed and memory beside the best dense.")
+SETTINGS = "question_drop:first=0.4:then=0.2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reporting:
+    """What stands beside the figures, and where they go."""
+
+    fidelity: Paths = field(default_factory=list)
+    "Reports of `redknot eval --json`: what each says of a setting stands beside its speed."
+    json: Path | None = None
+    "Write the report here, anew after each step."
+    csv: Path | None = None
+    "Write flat rows here."
+    picture: Path | None = None
+    "Draw the report here (PNG, SVG or PDF)."
+    commit: str | None = None
+    "Commit of this code, where git cannot tell."
+
+    def open(self) -> FidelityReports:
+        """The reports; `InputError` before any long work if a file cannot be read or written."""
+        check_writable(self.json, self.csv)
+        check_picture(self.picture)
+        return FidelityReports.read(self.fidelity)
+
+    def head(self, benchmark: str, loaded: LoadedModel, *settings: Any) -> dict[str, Any]:
+        """What every report begins with."""
+        written = [(name, str(value)) for one in settings for name, value in asdict(one).items()]
+        return {
+            "benchmark": benchmark,
+            "model": loaded.name,
+            "environment": describe_machine(loaded.adapter.device, self.commit),
+            "settings": dict(written),
+        }
+
+    def write(self, report: records.Report, flat: Iterable[rows.Flat]) -> None:
+        """JSON and CSV, each whole or not at all."""
+        write_json(self.json, report)
+        if self.csv is not None:
+            part = self.csv.with_name(self.csv.name + ".part")
+            part.write_text(tables.as_csv(flat), encoding="utf-8")
+            part.replace(self.csv)
+
+    def finish(
+        self, report: Any, flat: Iterable[rows.Flat], columns: tables.Columns,
+        draw: Callable[[Any, Path], None],
+    ) -> None:  # fmt: skip
+        """The table, what must be known to read it, and the picture."""
+        title = f"{report.model}: {report.benchmark}, {report.environment['device']}"
+        console.print(tables.as_table(title, flat, columns))
+        for note in report.notes:
+            console.print(note, markup=False)
+        if self.picture is not None:
+            draw(report, self.picture)
+
+
+@bench.command(name="ttft")
+def ttft_(
+    model: str,
+    *,
+    tokens: str,
+    settings: str = SETTINGS,
+    how: Annotated[TtftSettings, Flat] = TtftSettings(),
+    maps: Annotated[MapSettings, Flat] = MapSettings(),
+    peers: str | None = None,
+    fa3: Path | None = None,
+    load: Annotated[LoadOptions, Flat] = LoadOptions(),
+    out: Annotated[Reporting, Flat] = Reporting(),
+) -> None:
+    """Time from a request's token ids to its first token's id.
+
+    Parameters
+    ----------
+    model
+        `embedded`, a folder, a GGUF file, a hub name or a shape that ships.
+    tokens
+        Comma-separated prompt lengths.
+    settings
+        Comma-separated POLICY or POLICY@SHARE, SHARE of heads that see everything; dense is always
+        among them.
+    peers
+        Dense attention to beat: fa3, fa4, cudnn, sdpa or none; those of the device if left out.
+    fa3
+        Library of FlashAttention-3 (`_vllm_fa3_C*.so`) if vLLM is not installed.
+    """
+    reports, chosen = out.open(), parse_settings(settings)
+    lengths = numbers(tokens, "--tokens")
+    names = parse_peers(peers, torch.device(load.device))
+    loaded = load_model(model, load)
+    opened = Bench.open(loaded, maps, host=how.host_segments, verify=how.verify)
+    shapes = shapes_of(opened, lengths, how.segment_tokens)
+    rivals = Peers.of(opened.session.executor, names, fa3)
+    planner = Planner(opened.session.executor) if how.asks_planner else None
+    report = records.TtftReport(
+        **out.head("time to first token", loaded, how, maps, load),
+        notes=[f"peer {name} is left out: {why}" for name, why in rivals.unavailable.items()],
+        matmul_flops_per_second=opened.matmul_rate,
+        calibration_seconds=None if planner is None else seconds_of(planner.calibrate),
+        lengths=[],
+    )
+    for length in ttft(opened, shapes, chosen, rivals, how, planner):
+        report.lengths.append(with_fidelity(length, chosen, reports))
+        out.write(report, rows.ttft_rows(report))
+    out.finish(report, rows.ttft_rows(report), tables.TTFT, pictures.ttft_picture)
+
+
+@bench.command(name="breakdown")
+def breakdown_(
+    model: str,
+    *,
+    tokens: int,
+    settings: str = SETTINGS,
+    segment_tokens: int = 2048,
+    host_segments: bool = False,
+    maps: Annotated[MapSettings, Flat] = MapSettings(),
+    load: Annotated[LoadOptions, Flat] = LoadOptions(),
+    out: Annotated[Reporting, Flat] = Reporting(),
+) -> None:
+    """Parts of one prefill's time: dense and each setting.
+
+    Parameters
+    ----------
+    model
+        `embedded`, a folder, a GGUF file, a hub name or a shape that ships.
+    tokens
+        Prompt length.
+    settings
+        As for `bench ttft`.
+    segment_tokens
+        Tokens of a segment; the last one is cut.
+    host_segments
+        Segments wait in host memory, page-locked on a GPU.
+    """
+    reports, chosen = out.open(), parse_settings(settings)
+    loaded = load_model(model, load)
+    opened = Bench.open(loaded, maps, host=host_segments)
+    (shape,) = shapes_of(opened, [tokens], segment_tokens)
+    request = opened.ready(shape)
+    report = records.BreakdownReport(
+        **out.head("parts of the time to first token", loaded, maps, load),
+        tokens=tokens,
+        matmul_flops_per_second=opened.matmul_rate,
+        build_seconds=opened.build(request),
+        rows=[],
+    )
+    for setting, row in zip([DENSE, *chosen], breakdown(opened, request, chosen), strict=True):
+        report.rows.append(msgspec.structs.replace(row, fidelity=reports.of(setting)))
+        out.write(report, rows.breakdown_rows(report))
+    out.finish(report, rows.breakdown_rows(report), tables.BREAKDOWN, pictures.breakdown_picture)
+
+
+@bench.command(name="decode")
+def decode_(
+    model: str,
+    *,
+    tokens: int,
+    shares: str = "0.125,0.5",
+    batches: str = "1,8",
+    steps: int = 64,
+    maps: Annotated[MapSettings, Flat] = MapSettings(),
+    load: Annotated[LoadOptions, Flat] = LoadOptions(),
+    out: Annotated[Reporting, Flat] = Reporting(),
+) -> None:
+    """Time of a decoding step over random K/V: dense and head classes.
+
+    Parameters
+    ----------
+    model
+        `embedded`, a folder, a GGUF file, a hub name or a shape that ships.
+    tokens
+        Length of each request.
+    shares
+        Comma-separated shares of heads that see everything.
+    batches
+        Comma-separated numbers of requests that decode together.
+    steps
+        Timed steps, after those that compile and capture.
+    """
+    reports = out.open()
+    settings = decode_bench.decode_settings(parse_shares(shares))
+    counts = numbers(batches, "--batches")
+    if steps < 1:
+        raise InputError(f"{steps} steps: 1 is the least")
+    loaded = load_model(model, load)
+    opened = Bench.open(loaded, maps)
+    decode_bench.check_length(opened, tokens, steps)
+    report = records.DecodeReport(
+        **out.head("steps of decoding", loaded, maps, load),
+        notes=[decode_bench.NOTE],
+        tokens=tokens,
+        rows=[],
+    )
+    known = {setting.label: reports.of(setting) for setting in settings}
+    for row in decode_bench.decode(opened, tokens, settings, counts, steps):
+        report.rows.append(msgspec.structs.replace(row, fidelity=known[row.name]))
+        out.write(report, rows.decode_rows(report))
+    out.finish(report, rows.decode_rows(report), tables.DECODE, pictures.decode_picture)
+
+
+@bench.command(name="capacity")
+def capacity_(
+    model: str,
+    *,
+    tokens: int,
+    shares: str = "0.125,0.3,0.5",
+    how: Annotated[capacity_bench.CapacitySettings, Flat] = capacity_bench.CapacitySettings(),
+    maps: Annotated[MapSettings, Flat] = MapSettings(),
+    load: Annotated[LoadOptions, Flat] = LoadOptions(),
+    out: Annotated[Reporting, Flat] = Reporting(),
+) -> None:
+    """Requests that a pool of pages holds at once, and how fast they decode together.
+
+    Parameters
+    ----------
+    model
+        `embedded`, a folder, a GGUF file, a hub name or a shape that ships.
+    tokens
+        Prompt length of each request.
+    shares
+        Comma-separated shares of heads that see everything.
+    """
+    reports = out.open()
+    policy = parse_policy(how.prefill_policy)
+    settings = capacity_bench.capacity_settings(policy, parse_shares(shares))
+    loaded = load_model(model, load)
+    pages = capacity_bench.pool_pages(loaded.adapter, how.pool_gib, how.reserve_gib)
+    opened = Bench.open(loaded, maps, host=how.host_segments, num_pages=pages)
+    shapes_of(opened, [tokens + how.new_tokens], how.segment_tokens)  # they fit the context too
+    (shape,) = shapes_of(opened, [tokens], how.segment_tokens)
+    report = records.CapacityReport(
+        **out.head("capacity", loaded, how, maps, load),
+        notes=[capacity_bench.NOTE],
+        tokens=tokens,
+        new_tokens=how.new_tokens,
+        num_pages=pages,
+        page_bytes=opened.session.executor.storage.page_bytes,
+        build_seconds=opened.build(opened.ready(shape)),
+        rows=[],
+    )
+    found = capacity_bench.capacity(opened, shape, settings, how.new_tokens)
+    for setting, row in zip(settings, found, strict=True):
+        report.rows.append(msgspec.structs.replace(row, fidelity=reports.of(setting)))
+        out.write(report, rows.capacity_rows(report))
+    out.finish(report, rows.capacity_rows(report), tables.CAPACITY, pictures.capacity_picture)
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Comma-separated counts from 1; `InputError` for anything else."""
+    try:
+        found = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise InputError(f"{option}: {text!r} are no whole numbers") from error
+    if not found or min(found) < 1:
+        raise InputError(f"{option}: {text!r} are no numbers from 1")
+    return found
+
+
+def parse_shares(text: str) -> list[float]:
+    """Comma-separated shares; `InputError` for anything else."""
+    return list(dict.fromkeys(as_share(part) for part in text.split(",") if part.strip()))
