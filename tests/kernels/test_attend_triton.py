@@ -10,7 +10,7 @@ import torch
 from tests.kernels.inputs import DTYPES, Request, choose, columns, plan_of, poisoned
 from tests.kernels.test_attend import Case
 
-from redknot.kernels.attend import Reach
+from redknot.kernels.attend import AttendPlan, Part, Reach, Rows
 from redknot.kernels.attend import triton as kernel
 from redknot.kernels.attend.triton import Config
 
