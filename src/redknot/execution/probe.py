@@ -214,6 +214,7 @@ class _Captured:
         # Planned for the longest prompt of this shape; kernels read positions where they stand.
         last = torch.arange(shape.tokens - rows, shape.tokens)
         placed = Placed.of(adapter, Rows(last, self._positions))
+        self._placed = placed  # the graph reads what is planned in it
         score_rows(adapter, trip, placed, self._ids, shape.probe, mass, self._counted)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
