@@ -21,6 +21,10 @@ from redknot.kernels.paging import PagedKV
 
 ROW_BLOCK = 256
 "Gathered rows of a sequence: fewer leave the library less to do, more leave a wider ragged edge."
+FEW_ROWS = 256
+"Rows of one request that do not fill the device unless their keys are split."
+TILE_ROWS, TILES = 128, 132
+"Packed rows of a tile of FlashAttention-3, and the tiles that an H200 runs at once."
 
 
 class Forward(Protocol):
@@ -87,7 +91,9 @@ class _Call:
             query = self._query[members, rows].unflatten(0, (-1, self._group)).transpose(1, 2)
             out = self.out[rows, members].unflatten(1, (-1, self._group)).transpose(0, 1)
             table = self._table[streams + heads.start : streams + heads.stop]
-            if part.rows.consecutive and reach.span != 0:
+            # FlashAttention-4 does not split keys on Hopper; our own kernel does.
+            few = len(part.rows) <= FEW_ROWS and reach.span is None and self._forward is fa4
+            if part.rows.consecutive and reach.span != 0 and not few:
                 lse = self._consecutive(index, reach, table, query, out)
             elif reach.span is None and len(part.rows) > ROW_BLOCK:
                 lse = self._gathered(index, table, query, out)
@@ -191,7 +197,7 @@ def fa3(
         window_size_left=-1 if window is None else window - 1,
         window_size_right=-1 if window is None else 0,
         softcap=0.0, is_rotary_interleaved=True, scheduler_metadata=None,
-        num_splits=1, pack_gqa=None, sm_margin=0,
+        num_splits=_splits(query, table, kv, window), pack_gqa=None, sm_margin=0,
         s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None,
     )  # fmt: skip
     return found[1]
@@ -217,6 +223,15 @@ def fa4(
         out=out, return_lse=True,
     )  # fmt: skip
     return found[1]
+
+
+def _splits(query: Tensor, table: Tensor, kv: PagedKV, window: int | None) -> int:
+    """Parts of the keys of each tile: more than one where few rows see many keys."""
+    sequences, rows, group, _ = query.shape
+    tiles = sequences * -(-rows * group // TILE_ROWS)
+    if window is not None or rows > FEW_ROWS:
+        return 1
+    return max(1, min(TILES // tiles, table.shape[1] * kv.page_size // 1024))
 
 
 @lru_cache
