@@ -273,7 +273,7 @@ def _splits(plan: AttendPlan, tiles: int) -> int:
     if tiles >= SLOTS:
         return 1
     tokens = max(part.rows.last for part in plan.parts) + 1
-    return max(1, min(int(SLOTS / (tiles * plan.fullness)), tokens // 1024))
+    return max(1, min(int(SLOTS / max(1.0, tiles * plan.fullness)), tokens // 1024))
 
 
 def _bulk(plane: Tensor, keys: int) -> TensorDescriptor:
