@@ -59,12 +59,16 @@ def plan_flops(
     last token needs more than its keys and values, and only that is counted (and executed).
     """
     total, pairs = Flops(), VisiblePairs()
+    known: dict[object, Flops] = {}  # of layers that are alike
     for index, (shape, layer) in enumerate(zip(shapes, plan.layers, strict=True)):
         last = pruned and index == len(shapes) - 1
-        layer = _behind(layer, prefix)
         phases = prefill[index], decode[index]
-        total += layer_flops(layer, layout, shape, *phases, pairs=pairs, last=last)
-        total += Flops(relocation=RELOCATION_FLOPS * _relocated(layout, shape))
+        alike = id(layer.active), id(layer.ffn), layer.ranked, shape, phases, last
+        if alike not in known:
+            kept = _behind(layer, prefix)
+            known[alike] = layer_flops(kept, layout, shape, *phases, pairs=pairs, last=last)
+            known[alike] += Flops(relocation=RELOCATION_FLOPS * _relocated(layout, shape))
+        total += known[alike]
     return total + _question_pass(plan, layout, shapes, prefix)
 
 
@@ -130,16 +134,16 @@ def _question_pass(plan: Plan, layout: Layout, shapes: Sequence[LayerShape], pre
     rows = rows[rows >= prefix]
     layer = LayerPlan(rows)
     probe = probe_rows(layout)
-    total, pairs = Flops(), VisiblePairs()
-    for index, shape in enumerate(shapes):
+    pairs, known = VisiblePairs(), {}
+    for shape in set(shapes):
         reaches = (Reach(horizon=shape.horizon),) * shape.num_groups
-        total += layer_flops(layer, layout, shape, reaches, reaches, pairs=pairs, last=False)
+        flops = layer_flops(layer, layout, shape, reaches, reaches, pairs=pairs, last=False)
         scored = pairs.count(probe, reaches)
-        total += Flops(attention=scored * shape.attention_pair_flops // 2)
-        if index == len(shapes) - 1:  # the pass ends with the scores of the last layer
-            unused = len(rows) * shape.cost.output, len(rows) * shape.cost.ffn
-            total += Flops(projection=-unused[0], ffn=-unused[1])
-    return total
+        known[shape] = flops + Flops(attention=scored * shape.attention_pair_flops // 2)
+    # The pass ends with the scores of the last layer.
+    cost = shapes[-1].cost
+    unused = Flops(projection=-len(rows) * cost.output, ffn=-len(rows) * cost.ffn)
+    return sum((known[shape] for shape in shapes), unused)
 
 
 def question_rows(layout: Layout) -> Int[Tensor, "row"]:
