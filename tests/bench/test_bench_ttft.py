@@ -16,12 +16,13 @@ from redknot.bench import contenders as contenders_module
 from redknot.bench.contenders import Contender, compete
 from redknot.bench.context import Bench
 from redknot.bench.fidelity import FidelityReports
+from redknot.bench.judged import judge_length
 from redknot.bench.peers import Peers
 from redknot.bench.prompts import PromptShape, Request
 from redknot.bench.records import Spread, TtftLength, TtftRow, Work
-from redknot.bench.setting import DENSE, Setting, parse_settings
+from redknot.bench.setting import DENSE, parse_settings
 from redknot.bench.timed import run_peer
-from redknot.bench.ttft import TtftSettings, compared, shapes_of, ttft, with_fidelity
+from redknot.bench.ttft import TtftSettings, compared, shapes_of, ttft
 from redknot.cli import main
 from redknot.execution.executor import Executor
 from redknot.execution.planner import Decision, Planner
@@ -247,8 +248,7 @@ def test_a_setting_that_ran_dense_is_worth_what_dense_is(tmp_path: Path) -> None
     length = TtftLength(
         tokens=1, segments=(), build_seconds=None, stored_bytes=0, best_dense="dense", rows=rows
     )
-    settings: list[Setting] = parse_settings("reuse")
-    found = with_fidelity(length, settings, reports).rows
+    found = judge_length(length, reports).rows
     assert [row.fidelity["m"].agreement.mean for row in found] == [0.91, 0.9]
 
 

@@ -9,7 +9,7 @@ from redknot.bench.context import Bench
 from redknot.bench.machine import layer_factor
 from redknot.bench.records import DecodeRow
 from redknot.bench.room import SHORT_OF_MEMORY, make_pages, pages_of, release, rows_of
-from redknot.bench.setting import DENSE, Setting
+from redknot.bench.setting import DENSE, Setting, later_rows
 from redknot.bench.steps import FIRST_STEPS, Stepper
 from redknot.errors import InputError
 from redknot.execution import Executor, Prefilled, PromptCache, Visibility
@@ -17,8 +17,7 @@ from redknot.execution.batch import DecodeBatch
 from redknot.execution.clock import Clock
 from redknot.execution.recover import Executed
 from redknot.heads import retained_share
-from redknot.recovery import Layout, Windows
-from redknot.recovery.policies import Dense
+from redknot.recovery import Layout
 
 NOTE = "K/V are random: no prompt was prefilled"
 NOISE_PAGES = 4096  # filled at a time
@@ -26,7 +25,7 @@ NOISE_PAGES = 4096  # filled at a time
 
 def decode_settings(shares: Sequence[float]) -> list[Setting]:
     """Dense, and dense prefills whose later rows obey a map of each share."""
-    return [DENSE, *(Setting(Dense(windows=Windows.DECODE), share) for share in shares)]
+    return [DENSE, *map(later_rows, shares)]
 
 
 def decode(

@@ -1,6 +1,7 @@
 """Pictures of what the benchmarks found."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ from redknot.bench.records import (
     BreakdownReport,
     CapacityReport,
     DecodeReport,
+    Report,
     Spread,
     TtftReport,
 )
 
 Point = tuple[str, float, Spread]
 "A line's name, where on the x axis, and what was measured there."
+MARKERS = "osD^v<>P"
 
 
 def ttft_picture(report: TtftReport, path: Path) -> None:
@@ -24,7 +27,7 @@ def ttft_picture(report: TtftReport, path: Path) -> None:
         for row in length.rows
         if row.seconds is not None
     ]
-    _lines(path, report.model, points, ("prompt tokens", "seconds to first token"))
+    _lines(path, _title(report), points, ("prompt tokens", "seconds to first token"))
 
 
 def decode_picture(report: DecodeReport, path: Path) -> None:
@@ -34,7 +37,7 @@ def decode_picture(report: DecodeReport, path: Path) -> None:
         for row in report.rows
         if row.step_seconds is not None
     ]
-    title = f"{report.model}, {report.tokens} tokens of random K/V"
+    title = _title(report, f"{report.tokens} tokens of random K/V")
     _lines(path, title, points, ("requests of a batch", "seconds of a step"))
 
 
@@ -55,8 +58,8 @@ def breakdown_picture(report: BreakdownReport, path: Path) -> None:
             axes.barh(labels, spent, left=left, label=name, **look)
             left = [done + more for done, more in zip(left, spent, strict=True)]
         axes.invert_yaxis()
-        axes.set(xlabel="milliseconds", title=f"{report.model}, {report.tokens} tokens")
-        _legend(axes)
+        axes.set(xlabel="milliseconds", title=_title(report, f"{report.tokens} tokens"))
+        _legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
     _save(path, draw)
 
@@ -70,7 +73,7 @@ def capacity_picture(report: CapacityReport, path: Path) -> None:
         axes.barh(places, [row.residents for row in report.rows], height=0.4, label="residents")
         axes.set_yticks([place + 0.2 for place in places], labels)
         axes.invert_yaxis()
-        axes.set(xlabel="residents", title=f"{report.model}, {report.tokens} tokens")
+        axes.set(xlabel="residents", title=_title(report, f"{report.tokens} tokens"))
         rates = [row.tokens_per_second or 0.0 for row in report.rows]
         other = axes.twiny()
         lower = [place + 0.4 for place in places]
@@ -81,25 +84,35 @@ def capacity_picture(report: CapacityReport, path: Path) -> None:
 
 
 def _lines(path: Path, title: str, points: Iterable[Point], labels: tuple[str, str]) -> None:
-    """On logarithmic axes, with bars from low to high; dense is dashed."""
+    """On logarithmic axes, with bars from low to high; dense is dashed and hollow.
+
+    Below the axes stands what each line is: names of settings are long.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     lines: dict[str, list[tuple[float, Spread]]] = {}
     for name, place, spread in points:
         lines.setdefault(name, []).append((place, spread))
 
     def draw(axes: Any) -> None:
-        for name, found in lines.items():
+        for (name, found), marker in zip(lines.items(), cycle(MARKERS), strict=False):
             bars = _bars([spread for _, spread in found])
             medians = [spread.median for _, spread in found]
-            style = "o--" if name == "dense" or name.startswith("dense (") else "o-"
-            places = [place for place, _ in found]
-            axes.errorbar(places, medians, bars, fmt=style, capsize=2, label=name)
+            look = {"fmt": f"{marker}-", "capsize": 2, "label": name}
+            if name == "dense" or name.startswith("dense ("):
+                look |= {"fmt": f"{marker}--", "markerfacecolor": "none", "markersize": 9}
+            axes.errorbar([place for place, _ in found], medians, bars, **look)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         ticks = sorted({place for found in lines.values() for place, _ in found})
         axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set(xlabel=labels[0], ylabel=labels[1], title=title)
-        axes.grid(alpha=0.3, which="both")
-        _legend(axes)
+        axes.grid(alpha=0.3)
+        _legend(axes, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
     _save(path, draw)
 
@@ -109,9 +122,13 @@ def _bars(found: Sequence[Spread]) -> list[list[float]]:
     return [below, [spread.high - spread.median for spread in found]]
 
 
-def _legend(axes: Any) -> None:
+def _title(report: Report, *more: str) -> str:
+    return ", ".join([report.model, report.environment["device"], *more])
+
+
+def _legend(axes: Any, **place: Any) -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
+        axes.legend(fontsize=8, **place)
 
 
 def _save(path: Path, draw: Callable[[Any], None]) -> None:

@@ -77,17 +77,21 @@ class TtftLength(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[TtftRow]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Any benchmark: of which model, where and how."""
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="benchmark"):
+    """Any benchmark: of which model, where and how; the tag says which."""
 
-    benchmark: str
     model: str
     environment: dict[str, str]
     settings: dict[str, str]
     notes: list[str] = []
 
+    @property
+    def benchmark(self) -> str:
+        """As it is written."""
+        return str(self.__struct_config__.tag)
 
-class TtftReport(Report, frozen=True, kw_only=True):
+
+class TtftReport(Report, frozen=True, kw_only=True, tag="time to first token"):
     """Time to first token."""
 
     matmul_flops_per_second: float
@@ -120,7 +124,7 @@ class BreakdownRow(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: dict[str, Fidelity | None] = {}
 
 
-class BreakdownReport(Report, frozen=True, kw_only=True):
+class BreakdownReport(Report, frozen=True, kw_only=True, tag="parts of the time to first token"):
     """Parts of the time to first token."""
 
     tokens: int
@@ -153,7 +157,7 @@ class DecodeRow(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: dict[str, Fidelity | None] = {}
 
 
-class DecodeReport(Report, frozen=True, kw_only=True):
+class DecodeReport(Report, frozen=True, kw_only=True, tag="steps of decoding"):
     """Decoding over random K/V."""
 
     tokens: int
@@ -191,7 +195,7 @@ class CapacityRow(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: dict[str, Fidelity | None] = {}
 
 
-class CapacityReport(Report, frozen=True, kw_only=True):
+class CapacityReport(Report, frozen=True, kw_only=True, tag="capacity"):
     """Residents of one pool."""
 
     tokens: int

@@ -38,17 +38,23 @@ class Setting:
 DENSE = Setting(Dense())
 
 
+def later_rows(share: float | None) -> Setting:
+    """A dense prefill whose later rows obey a map of ``share``; dense without one."""
+    return DENSE if share is None else Setting(Dense(windows=Windows.DECODE), share)
+
+
 def parse_settings(text: str) -> list[Setting]:
     """Comma-separated ``POLICY`` or ``POLICY@SHARE``, dense left out; `InputError` if one stands
     twice."""
-    settings = [_parse(part) for part in text.split(",") if part.strip()]
+    settings = [parse_setting(part) for part in text.split(",") if part.strip()]
     labels = [setting.label for setting in settings]
     if len(set(labels)) != len(labels):
         raise InputError(f"a setting stands twice in {text!r}")
     return [setting for setting in settings if setting != DENSE]
 
 
-def _parse(text: str) -> Setting:
+def parse_setting(text: str) -> Setting:
+    """``POLICY`` or ``POLICY@SHARE``, as a label says it."""
     spec, at, share = text.partition("@")
     return Setting(parse_policy(spec), as_share(share) if at else None)
 

@@ -7,7 +7,6 @@ import msgspec
 
 from redknot.bench.contenders import Contender, compete, of_peer, of_runner
 from redknot.bench.context import Bench
-from redknot.bench.fidelity import FidelityReports
 from redknot.bench.machine import layer_factor
 from redknot.bench.peers import Peers
 from redknot.bench.prompts import PromptShape
@@ -110,18 +109,3 @@ def compared(one: Contender, best: Contender | None, layers: float | None) -> Tt
     speed_up = best.spread.median / median
     achieved = speed_up * one.work.flops_share if one.kind == "setting" and one.work else None
     return msgspec.structs.replace(row, speed_up=speed_up, achieved=achieved)
-
-
-def with_fidelity(
-    length: TtftLength, settings: Sequence[Setting], reports: FidelityReports
-) -> TtftLength:
-    """The same with what each evaluation report says of the settings."""
-    known = {setting.label: reports.of(setting) for setting in (DENSE, *settings)}
-
-    def of(row: TtftRow) -> TtftRow:
-        """A setting that the planner turned down is dense."""
-        ran_dense = row.work is not None and row.work.policy == DENSE.label
-        name = DENSE.label if ran_dense else row.name
-        return msgspec.structs.replace(row, fidelity=known.get(name, {}))
-
-    return msgspec.structs.replace(length, rows=[of(row) for row in length.rows])

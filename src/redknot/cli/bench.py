@@ -1,28 +1,25 @@
 """`redknot bench`: speed and memory beside the best dense, on random ids of an exact number."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import torch
 from cyclopts import App
 
 from redknot.bench import capacity as capacity_bench
 from redknot.bench import decode as decode_bench
-from redknot.bench import pictures, records, rows, tables
+from redknot.bench import records
 from redknot.bench.breakdown import breakdown
 from redknot.bench.context import Bench
 from redknot.bench.dense_attention import parse_peers
-from redknot.bench.fidelity import FidelityReports
 from redknot.bench.machine import describe_machine, seconds_of
 from redknot.bench.maps import MapSettings
 from redknot.bench.peers import Peers
-from redknot.bench.setting import DENSE, as_share, parse_settings
-from redknot.bench.ttft import TtftSettings, shapes_of, ttft, with_fidelity
-from redknot.cli.console import check_picture, check_writable, console, write_json
-from redknot.cli.options import Flat, Paths
+from redknot.bench.setting import as_share, parse_settings
+from redknot.bench.ttft import TtftSettings, shapes_of, ttft
+from redknot.cli.options import Flat
+from redknot.cli.show import Reporting, show
 from redknot.errors import InputError
 from redknot.execution.planner import Planner
 from redknot.models import LoadedModel, load_model
@@ -30,59 +27,25 @@ from redknot.models.loading import LoadOptions
 from redknot.recovery.policies import parse_policy
 
 bench = App(name="bench", help="Measure speed and memory beside the best dense.")
+bench.command(show)
 SETTINGS = "question_drop:first=0.4:then=0.2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reporting:
-    """What stands beside the figures, and where they go."""
+class Measuring(Reporting):
+    """What only a measurement can add."""
 
-    fidelity: Paths = field(default_factory=list)
-    "Reports of `redknot eval --json`: what each says of a setting stands beside its speed."
-    json: Path | None = None
-    "Write the report here, anew after each step."
-    csv: Path | None = None
-    "Write flat rows here."
-    picture: Path | None = None
-    "Draw the report here (PNG, SVG or PDF)."
     commit: str | None = None
     "Commit of this code, where git cannot tell."
 
-    def open(self) -> FidelityReports:
-        """The reports; `InputError` before any long work if a file cannot be read or written."""
-        check_writable(self.json, self.csv)
-        check_picture(self.picture)
-        return FidelityReports.read(self.fidelity)
-
-    def head(self, benchmark: str, loaded: LoadedModel, *settings: Any) -> dict[str, Any]:
+    def head(self, loaded: LoadedModel, *settings: Any) -> dict[str, Any]:
         """What every report begins with."""
         written = [(name, str(value)) for one in settings for name, value in asdict(one).items()]
         return {
-            "benchmark": benchmark,
             "model": loaded.name,
             "environment": describe_machine(loaded.adapter.device, self.commit),
             "settings": dict(written),
         }
-
-    def write(self, report: records.Report, flat: Iterable[rows.Flat]) -> None:
-        """JSON and CSV, each whole or not at all."""
-        write_json(self.json, report)
-        if self.csv is not None:
-            part = self.csv.with_name(self.csv.name + ".part")
-            part.write_text(tables.as_csv(flat), encoding="utf-8")
-            part.replace(self.csv)
-
-    def finish(
-        self, report: Any, flat: Iterable[rows.Flat], columns: tables.Columns,
-        draw: Callable[[Any, Path], None],
-    ) -> None:  # fmt: skip
-        """The table, what must be known to read it, and the picture."""
-        title = f"{report.model}: {report.benchmark}, {report.environment['device']}"
-        console.print(tables.as_table(title, flat, columns))
-        for note in report.notes:
-            console.print(note, markup=False)
-        if self.picture is not None:
-            draw(report, self.picture)
 
 
 @bench.command(name="ttft")
@@ -96,7 +59,7 @@ def ttft_(
     peers: str | None = None,
     fa3: Path | None = None,
     load: Annotated[LoadOptions, Flat] = LoadOptions(),
-    out: Annotated[Reporting, Flat] = Reporting(),
+    out: Annotated[Measuring, Flat] = Measuring(),
 ) -> None:
     """Time from a request's token ids to its first token's id.
 
@@ -123,16 +86,16 @@ def ttft_(
     rivals = Peers.of(opened.session.executor, names, fa3)
     planner = Planner(opened.session.executor) if how.asks_planner else None
     report = records.TtftReport(
-        **out.head("time to first token", loaded, how, maps, load),
+        **out.head(loaded, how, maps, load),
         notes=[f"peer {name} is left out: {why}" for name, why in rivals.unavailable.items()],
         matmul_flops_per_second=opened.matmul_rate,
         calibration_seconds=None if planner is None else seconds_of(planner.calibrate),
         lengths=[],
     )
     for length in ttft(opened, shapes, chosen, rivals, how, planner):
-        report.lengths.append(with_fidelity(length, chosen, reports))
-        out.write(report, rows.ttft_rows(report))
-    out.finish(report, rows.ttft_rows(report), tables.TTFT, pictures.ttft_picture)
+        report.lengths.append(length)
+        out.write(report, reports)
+    out.finish(report, reports)
 
 
 @bench.command(name="breakdown")
@@ -145,7 +108,7 @@ def breakdown_(
     host_segments: bool = False,
     maps: Annotated[MapSettings, Flat] = MapSettings(),
     load: Annotated[LoadOptions, Flat] = LoadOptions(),
-    out: Annotated[Reporting, Flat] = Reporting(),
+    out: Annotated[Measuring, Flat] = Measuring(),
 ) -> None:
     """Parts of one prefill's time: dense and each setting.
 
@@ -168,16 +131,16 @@ def breakdown_(
     (shape,) = shapes_of(opened, [tokens], segment_tokens)
     request = opened.ready(shape)
     report = records.BreakdownReport(
-        **out.head("parts of the time to first token", loaded, maps, load),
+        **out.head(loaded, maps, load),
         tokens=tokens,
         matmul_flops_per_second=opened.matmul_rate,
         build_seconds=opened.build(request),
         rows=[],
     )
-    for setting, row in zip([DENSE, *chosen], breakdown(opened, request, chosen), strict=True):
-        report.rows.append(msgspec.structs.replace(row, fidelity=reports.of(setting)))
-        out.write(report, rows.breakdown_rows(report))
-    out.finish(report, rows.breakdown_rows(report), tables.BREAKDOWN, pictures.breakdown_picture)
+    for row in breakdown(opened, request, chosen):
+        report.rows.append(row)
+        out.write(report, reports)
+    out.finish(report, reports)
 
 
 @bench.command(name="decode")
@@ -190,7 +153,7 @@ def decode_(
     steps: int = 64,
     maps: Annotated[MapSettings, Flat] = MapSettings(),
     load: Annotated[LoadOptions, Flat] = LoadOptions(),
-    out: Annotated[Reporting, Flat] = Reporting(),
+    out: Annotated[Measuring, Flat] = Measuring(),
 ) -> None:
     """Time of a decoding step over random K/V: dense and head classes.
 
@@ -216,16 +179,15 @@ def decode_(
     opened = Bench.open(loaded, maps)
     decode_bench.check_length(opened, tokens, steps)
     report = records.DecodeReport(
-        **out.head("steps of decoding", loaded, maps, load),
+        **out.head(loaded, maps, load),
         notes=[decode_bench.NOTE],
         tokens=tokens,
         rows=[],
     )
-    known = {setting.label: reports.of(setting) for setting in settings}
     for row in decode_bench.decode(opened, tokens, settings, counts, steps):
-        report.rows.append(msgspec.structs.replace(row, fidelity=known[row.name]))
-        out.write(report, rows.decode_rows(report))
-    out.finish(report, rows.decode_rows(report), tables.DECODE, pictures.decode_picture)
+        report.rows.append(row)
+        out.write(report, reports)
+    out.finish(report, reports)
 
 
 @bench.command(name="capacity")
@@ -237,7 +199,7 @@ def capacity_(
     how: Annotated[capacity_bench.CapacitySettings, Flat] = capacity_bench.CapacitySettings(),
     maps: Annotated[MapSettings, Flat] = MapSettings(),
     load: Annotated[LoadOptions, Flat] = LoadOptions(),
-    out: Annotated[Reporting, Flat] = Reporting(),
+    out: Annotated[Measuring, Flat] = Measuring(),
 ) -> None:
     """Requests that a pool of pages holds at once, and how fast they decode together.
 
@@ -259,7 +221,7 @@ def capacity_(
     shapes_of(opened, [tokens + how.new_tokens], how.segment_tokens)  # they fit the context too
     (shape,) = shapes_of(opened, [tokens], how.segment_tokens)
     report = records.CapacityReport(
-        **out.head("capacity", loaded, how, maps, load),
+        **out.head(loaded, how, maps, load),
         notes=[capacity_bench.NOTE],
         tokens=tokens,
         new_tokens=how.new_tokens,
@@ -268,11 +230,10 @@ def capacity_(
         build_seconds=opened.build(opened.ready(shape)),
         rows=[],
     )
-    found = capacity_bench.capacity(opened, shape, settings, how.new_tokens)
-    for setting, row in zip(settings, found, strict=True):
-        report.rows.append(msgspec.structs.replace(row, fidelity=reports.of(setting)))
-        out.write(report, rows.capacity_rows(report))
-    out.finish(report, rows.capacity_rows(report), tables.CAPACITY, pictures.capacity_picture)
+    for row in capacity_bench.capacity(opened, shape, settings, how.new_tokens):
+        report.rows.append(row)
+        out.write(report, reports)
+    out.finish(report, reports)
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -30,6 +30,8 @@ ROWS = 64
 MOST_ROWS = 256
 MOST_TOKENS = 1 << 16
 "Longer passes keep a GPU busy without a graph."
+MOST_GRAPHS = 8
+"Shapes that are kept captured, each with the scores of its tokens in all layers."
 
 
 class Question(NamedTuple):
@@ -102,6 +104,8 @@ class ProbePass:
             mass = self._empty_mass(shape.tokens)
             known = _Captured(self._adapter, trip, shape, mass, cache, question)
             self._captured[shape] = known
+        if len(self._captured) > MOST_GRAPHS:
+            del self._captured[next(iter(self._captured))]
         return known
 
 
@@ -114,9 +118,9 @@ def score_rows(
     mass: Mass,
     counted: Bool[Tensor, "row"] | None = None,
 ) -> None:
-    """Run rows through all layers and add up in ``mass`` what those of the ``probe`` attend to.
+    """Run rows through all layers and write to ``mass`` what those of the ``probe`` attend to.
 
-    Of these only the ``counted`` ones, if that is given; the mean is over all of them.
+    Only the ``counted`` ones add to it, if that is given; the mean is over all of them.
     """
     rows = placed.rows.between(probe.start, probe.stop)
     hidden = adapter.embed(token_ids)
