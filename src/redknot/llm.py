@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -316,13 +315,12 @@ class _Writer:
 
 def _report(prefilled: Prefilled, lookup: Lookup) -> ReuseReport:
     """Counted from the executed plan, not from what was found."""
-    layers, total = prefilled.plan.layers, len(prefilled.token_ids)
-    computed = sum(len(layer.active) for layer in layers)
-    throughout = len(layers[-1].active)  # sets only shrink: these ran in every layer
+    plan, total = prefilled.plan, len(prefilled.token_ids)
+    throughout = len(plan.layers[-1].active)  # sets only shrink: these ran in every layer
     return ReuseReport(
         prompt_tokens=total,
         reused_tokens=total - throughout,
-        cached_tokens=floor(total - computed / len(layers)),
+        cached_tokens=plan.cached_tokens,
         segments=lookup.outcomes,
     )
 

@@ -191,6 +191,17 @@ def test_cold_nothing_is_stored_and_the_planner_decides(bench: Bench) -> None:
         assert "plan" in reuse.stages
 
 
+def test_what_was_taken_over_is_printed_and_cold_runs_take_over_nothing(bench: Bench) -> None:
+    """PF-03: a second measurement of the same prompts in one process finds nothing either."""
+    for _ in range(2):
+        for length in measured(bench, "reuse", cold=True, repeats=2):
+            assert [row.work.cached_tokens for row in length.rows if row.work] == [0, 0]
+    for length in measured(bench, "reuse", repeats=1):
+        dense, reuse = (row.work for row in length.rows if row.work)
+        fresh = length.tokens - sum(length.segments)
+        assert (dense.cached_tokens, reuse.cached_tokens) == (0, length.tokens - fresh)
+
+
 def test_host_segments_and_checksums_give_the_same_token(bench: Bench) -> None:
     plain = measured(bench, "reuse", repeats=1)
     host = Bench.open(bench.session.model, bench.maps, host=True, verify=True)

@@ -95,6 +95,7 @@ def work_of(timed: Timed, matmul_rate: float) -> Work:
         total / matmul_rate,
         prefilled.plan.policy,
         None if decision is None else decision.reason,
+        prefilled.plan.cached_tokens,
     )
 
 

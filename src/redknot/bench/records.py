@@ -36,6 +36,8 @@ class Work(msgspec.Struct, frozen=True):
     "What ran: the planner may have chosen dense."
     decision: str | None = None
     "Why, where a planner was asked."
+    cached_tokens: int | None = None
+    "Of the prompt, as `Plan.cached_tokens` counts them; null in reports of older releases."
 
 
 class TtftRow(msgspec.Struct, frozen=True, kw_only=True):

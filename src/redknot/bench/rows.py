@@ -124,6 +124,7 @@ def _work(row: TtftRow) -> Flat:
         "flops": work.flops,
         "flops_share": work.flops_share,
         "floor_seconds": work.floor_seconds,
+        "cached_tokens": work.cached_tokens,
         "ran": None if work.decision is None else work.policy,
     }
 

@@ -25,6 +25,7 @@ TTFT: Columns = {
     "FLOPs": ("flops_share", 3),
     "achieved": ("achieved", 2),
     "floor s": ("floor_seconds", 3),
+    "cached": ("cached_tokens", 0),
     "ran": ("ran", 0),
 }
 BREAKDOWN: Columns = {
