@@ -1,7 +1,7 @@
 """Attention of one new row of every request: split over keys in units of equal length."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class DecodePlan:
     "One for each request."
     num_slots: int
     "Partial results that the plan has room for."
+    _last: dict[str, "_HostRows"] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -98,11 +99,46 @@ class DecodePlan:
             raise ValueError(f"a plan with room for {sizes[1]} in one with room for {sizes[0]}")
         self.units.copy_(other.units, non_blocking=True)
         self.split_streams.copy_(other.split_streams, non_blocking=True)
+        self._last.clear()
+
+    def on_host(self, positions: Int[Tensor, "request"]) -> "_HostRows":
+        """The rows of a step as prefill's attention plans them; waits for the device.
+
+        Made once for all layers that share this plan and step.
+        """
+        at, last = positions.tolist(), self._last.get("rows")
+        if last is None or last.positions != at:
+            last = _HostRows.of(at, self.live(), self.pattern, positions.device)
+            self._last["rows"] = last
+        return last
 
     def live(self) -> list[int]:
         """Requests that are not idle; waits for the device."""
         units = self.units[self.units[:, 2] > 0, 0].tolist()
         return sorted({stream // len(self.pattern[0]) for stream in units})
+
+
+class _HostRows(NamedTuple):
+    """One row of each request that is not idle."""
+
+    positions: list[int]
+    live: list[int]
+    plan: AttendPlan
+
+    @classmethod
+    def of(
+        cls,
+        positions: list[int],
+        live: list[int],
+        pattern: tuple[Reaches, ...],
+        device: torch.device,
+    ) -> "_HostRows":
+        """Of the requests ``live``."""
+        parts = [
+            Part(request, Rows.at(torch.tensor([positions[request]]), device), pattern[request])
+            for request in live
+        ]
+        return cls(positions, live, AttendPlan.of(*parts))
 
 
 class _Room(NamedTuple):
@@ -154,14 +190,12 @@ def attend_decode(
         from redknot.kernels.attend import decode_triton
 
         return decode_triton.attend_decode(query, kv, plan, positions, scale=scale)
-    live, at = plan.live(), positions.tolist()
-    parts = [
-        Part(request, Rows.at(torch.tensor([at[request]]), query.device), plan.pattern[request])
-        for request in live
-    ]
-    rows = query[live].transpose(0, 1)
+    step = plan.on_host(positions)
+    if len(step.live) == len(query):
+        return attend(query.transpose(0, 1), kv, step.plan, scale=scale, impl=impl)
+    rows = query[step.live].transpose(0, 1)
     out = query.new_zeros(len(query), query.shape[1] * query.shape[2])
-    out[live] = attend(rows, kv, AttendPlan.of(*parts), scale=scale, impl=impl)
+    out[step.live] = attend(rows, kv, step.plan, scale=scale, impl=impl)
     return out
 
 
