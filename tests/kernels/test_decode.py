@@ -353,6 +353,21 @@ def test_a_plan_that_is_refilled_runs_like_a_fresh_one(
     assert [x.data_ptr() for x in (kept.units, kept.split_streams, kept.reaches)] == where
 
 
+def test_a_refilled_plan_forgets_who_was_idle_at_the_same_positions(shortest_unit: int) -> None:
+    case = mixed([137, 90, 64, 100, 30], impl="torch")
+    kept = plan_for(case, [137, 0, 64, 0, 30])
+    positions = torch.tensor([r.positions[0] for r in case.requests], dtype=torch.int32).to(DEVICE)
+
+    def out() -> Tensor:
+        rows = case.query.transpose(0, 1)
+        return attend_decode(rows, case.pages.kv, kept, positions, scale=case.scale, impl="torch")
+
+    check(case, kept, out())
+    for lengths in ([0, 90, 64, 0, 30], [137, 90, 64, 100, 30], [0, 0, 0, 100, 0]):
+        kept.refill(plan_for(case, lengths))
+        check(case, kept, out())
+
+
 def test_a_plan_refuses_another_room_or_pattern() -> None:
     plan = DecodePlan.of([40, 50], (Reach(), Reach(8)), DEVICE)
     before = plan.units.clone()
