@@ -9,9 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from redknot.execution.executor import Executor, Prefilled
-from redknot.execution.layer import finish
-from redknot.kernels.append import append
-from redknot.kernels.attend import DecodePlan, Reach, attend_decode
+from redknot.execution.layer import decode_layer
+from redknot.kernels.attend import DecodePlan, Reach
 from redknot.kernels.paging import PagedKV
 from redknot.kernels.upload import upload
 
@@ -151,13 +150,8 @@ class DecodeBatch:
         angles = adapter.rotary.table(positions)
         hidden = adapter.embed(self._tokens[:size])
         for index, layer in enumerate(adapter.layers):
-            query, key, value = parts.project(layer, hidden, *angles)
-            kv = self._paged(index, size)
-            append(kv, key, value, positions, *angles, one_each=True)
-            out = attend_decode(
-                query.transpose(0, 1), kv, plans[index], positions, scale=layer.shape.scale
-            )
-            hidden = finish(layer, hidden, out, parts=parts)
+            kv, plan = self._paged(index, size), plans[index]
+            hidden = decode_layer(layer, kv, plan, positions, angles, hidden, parts)
         return adapter.logits(hidden)
 
     def _plans(self, size: int) -> list[DecodePlan]:

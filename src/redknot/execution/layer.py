@@ -12,8 +12,19 @@ from redknot.execution.cache import Pages
 from redknot.execution.clock import Clock
 from redknot.execution.parts import EAGER, Parts
 from redknot.execution.visibility import Visibility
-from redknot.kernels.attend import AttendPlan, Impl, Part, Reach, Rows, attend
+from redknot.kernels.append import append
+from redknot.kernels.attend import (
+    AttendPlan,
+    DecodePlan,
+    Impl,
+    Part,
+    Reach,
+    Rows,
+    attend,
+    attend_decode,
+)
 from redknot.kernels.gather_ffn import ROW_BLOCK, gather_ffn
+from redknot.kernels.paging import PagedKV
 from redknot.kernels.relocate import rotate
 from redknot.models import Adapter, Layer
 
@@ -144,3 +155,20 @@ def finish(
     for rows, found in zip(hidden.split(ROW_BLOCK), attended.split(ROW_BLOCK), strict=True):
         rows.copy_(parts.add_both(layer, rows, found))
     return hidden
+
+
+def decode_layer(
+    layer: Layer,
+    kv: PagedKV,
+    plan: DecodePlan,
+    positions: Int[Tensor, "request"],
+    angles: tuple[Float[Tensor, "request half"], Float[Tensor, "request half"]],
+    hidden: Float[Tensor, "request hidden"],
+    parts: Parts,
+) -> Float[Tensor, "request hidden"]:
+    """One new row of each of several requests; a GPU reads nothing back, so a graph can hold it."""
+    query, key, value = parts.project(layer, hidden, *angles)
+    append(kv, key, value, positions, *angles, one_each=True)
+    rows = query.transpose(0, 1)
+    out = attend_decode(rows, kv, plan, positions, scale=layer.shape.scale)
+    return finish(layer, hidden, out, parts=parts)
