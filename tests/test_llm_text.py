@@ -4,8 +4,6 @@ import pytest
 from tests.printable import printable_model
 
 from redknot import LLM, Document
-from redknot.execution.session import Session
-from redknot.llm import _Writer
 from redknot.recovery.policies import Dense
 
 DOCUMENT = Document("The bridge was built in 1904 of red stone. " * 4, "bridge")
@@ -15,17 +13,6 @@ SAMPLED = {"temperature": 1.0, "seed": 5}
 
 def open_llm() -> LLM:
     return LLM(printable_model(), head_map=None, policy=Dense())
-
-
-def written(text: str, *stop: str) -> tuple[list[str], _Writer]:
-    """Pieces of ``text`` written byte by byte, as the tokenizer cuts it."""
-    session = Session(printable_model())
-    writer, pieces = _Writer(session, stop), []
-    for token in session.model.tokenizer(text, add_special_tokens=False).input_ids:
-        pieces += writer.add(token)
-        if writer.stopped:
-            break
-    return pieces + list(writer.flush()), writer
 
 
 def test_pieces_of_a_stream_join_to_the_text() -> None:
@@ -80,64 +67,3 @@ def test_a_tiny_nucleus_is_greedy() -> None:
     greedy = llm.generate([DOCUMENT], QUESTION, max_tokens=20)
     sampled = llm.generate([DOCUMENT], QUESTION, max_tokens=20, temperature=1.0, top_p=1e-6)
     assert sampled.token_ids == greedy.token_ids
-
-
-@pytest.mark.parametrize("stop", ["b", "abc", "bcabcabcd"])
-@pytest.mark.parametrize("text", ["xabcabcabcdy", "ab", "abcab", "aabcx", "xyz", "bcabcabc"])
-def test_the_writer_cuts_before_the_first_stop_string(text: str, stop: str) -> None:
-    pieces, writer = written(text, stop)
-    head, found, _ = text.partition(stop)
-    assert "".join(pieces) == writer.text == head
-    assert writer.stopped == bool(found)
-
-
-@pytest.mark.parametrize("stops", [("abcd", "bc"), ("bc", "abcd"), ("", "bc"), ("bc", "c")])
-def test_the_stop_string_that_is_complete_first_counts(stops: tuple[str, ...]) -> None:
-    pieces, _ = written("xabcde", *stops)
-    assert "".join(pieces) == "xa"
-
-
-def test_text_is_held_back_no_longer_than_it_must() -> None:
-    session = Session(printable_model())
-    writer = _Writer(session, ("abc",))
-    ids = session.model.tokenizer("xabyab", add_special_tokens=False).input_ids
-    assert ["".join(writer.add(token)) for token in ids] == ["x", "", "", "aby", "", ""]
-    assert list(writer.flush()) == ["ab"]
-
-
-@pytest.mark.parametrize(
-    "text", ["Příliš žluťoučký kůň", "🙂 and 👩\u200d👩\u200d👧", "naïve 🧭!", "日本"]
-)
-def test_characters_arrive_whole(text: str) -> None:
-    """SV-04: no replacement mark and no character in two pieces."""
-    pieces, writer = written(text)
-    assert "".join(pieces) == writer.text == text
-    assert "\ufffd" not in "".join(pieces)
-    assert len(pieces) == len(text)  # each piece is one character
-
-
-def test_a_stop_string_of_several_bytes_is_found() -> None:
-    pieces, writer = written("kůň 🙂 tam", "🙂")
-    assert "".join(pieces) == "kůň "
-    assert writer.stopped
-
-
-def test_a_character_cut_off_by_the_limit_is_left_out() -> None:
-    session = Session(printable_model())
-    writer, pieces = _Writer(session, ()), []
-    ids = session.model.tokenizer("a🙂", add_special_tokens=False).input_ids
-    for token in ids[:-1]:
-        pieces += writer.add(token)
-    assert [*pieces, *writer.flush()] == ["a"]
-    assert writer.token_ids == ids[:-1]
-
-
-def test_an_end_token_ends_the_answer_without_text() -> None:
-    session = Session(printable_model())
-    writer = _Writer(session, ("abc",))
-    ids = session.model.tokenizer("ab", add_special_tokens=False).input_ids
-    (end,) = session.model.end_token_ids
-    pieces = [piece for token in (*ids, end) for piece in writer.add(token)]
-    assert "".join([*pieces, *writer.flush()]) == "ab"
-    assert writer.stopped
-    assert writer.token_ids == [*ids, end]

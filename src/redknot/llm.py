@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from redknot.errors import InputError
 from redknot.evaluation.compare import Comparison, compare
 from redknot.execution import ExecutionSettings, Prefilled
 from redknot.execution.clock import Clock
-from redknot.execution.generate import Sampling, decode
+from redknot.execution.generate import decode
+from redknot.execution.sampling import Sampling
 from redknot.execution.planner import Decision, Planner
 from redknot.execution.session import Session
 from redknot.heads import HeadMap
 from redknot.heads.shipped import shipped_map
 from redknot.models import LoadedModel, load_model
 from redknot.models.loading import LoadOptions
+from redknot.models.text import TextWriter
 from redknot.recovery import Plan, Policy
 from redknot.recovery.policies import QuestionDrop, parse_policy
 from redknot.segments import Document, Lookup, MemoryStore, Prompt, PromptTemplate, SegmentStore
@@ -217,8 +217,9 @@ class LLM:
         seconds = prefilled.seconds
         ttft = time.perf_counter() - start
         start = time.perf_counter()
-        writer = _Writer(session, stop)
-        for token in decode(session.executor, prefilled, session.model.end_token_ids, sampling):
+        model = session.model
+        writer = TextWriter(model.tokenizer, stop, end_token_ids=model.end_token_ids)
+        for token in decode(session.executor, prefilled, model.end_token_ids, sampling):
             yield from writer.add(token)
             if writer.stopped:
                 break
@@ -260,56 +261,6 @@ class LLM:
             found = head_map
         return (
             None if found is None else found.fit(self.session.model.adapter, self.session.weights)
-        )
-
-
-class _Writer:
-    """Turns tokens into whole characters and holds back what may become a stop string."""
-
-    def __init__(self, session: Session, stop: tuple[str, ...]) -> None:
-        self._session, self._stop = session, tuple(part for part in stop if part)
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._held = ""
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.stopped = False
-
-    def add(self, token: int) -> Iterator[str]:
-        """Text that became certain with ``token``."""
-        self.token_ids.append(token)
-        if token in self._session.model.end_token_ids:
-            self.stopped = True
-            return
-        backend = self._session.model.tokenizer.backend_tokenizer
-        self._held += self._stream.step(backend, token) or ""
-        found = [at for part in self._stop if (at := self._held.find(part)) >= 0]
-        if found:
-            self._held = self._held[: min(found)]
-            self.stopped = True
-            return
-        certain = len(self._held) - self._may_begin_stop()
-        yield from self._emit(certain)
-
-    def flush(self) -> Iterator[str]:
-        """What was held back and turned out to be no stop string."""
-        yield from self._emit(len(self._held))
-
-    def _emit(self, count: int) -> Iterator[str]:
-        piece, self._held = self._held[:count], self._held[count:]
-        if piece:
-            self.text += piece
-            yield piece
-
-    def _may_begin_stop(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
-        return max(
-            (
-                size
-                for part in self._stop
-                for size in range(1, len(part))
-                if self._held.endswith(part[:size])
-            ),
-            default=0,
         )
 
 

@@ -53,6 +53,7 @@ class Company:
     def add(self, prompt: Prompt, policy: Policy, head_map: HeadMap | None = None) -> None:
         """One more request."""
         number = self.batch.add(self.session.prefill(prompt, policy, head_map))
+        self.session.beginnings.forget()  # of which pages would be shared
         assert number == len(self.twins)
         self.twins.append(self.alone.prefill(prompt, policy, head_map))
         self.starts.append(len(prompt))

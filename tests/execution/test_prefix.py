@@ -135,9 +135,10 @@ def test_whatever_a_policy_leaves_as_exact_is_what_dense_computes(
     scores = torch.rand(4, 2, generator=torch.Generator().manual_seed(0))
     head_map = HeadMap.from_scores(scores, global_share=0.3, window=5, sink=1)
     session.prefill(prompt, policy, head_map)
-    state, shared = session.prefixes.longest(prompt.token_ids)
-    if state is None:
+    found = session.beginnings.find(prompt.token_ids)
+    if found is None:
         return
+    shared = found.tokens
     other = Prompt.of_ids([*prompt.token_ids[:shared].tolist(), *random_ids(9, 5).tolist()], [])
     prefilled = session.prefill(other, Prefix())
     assert prefilled.layout.exact == shared

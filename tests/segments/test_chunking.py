@@ -98,3 +98,62 @@ def test_chunks_of_random_text_have_about_the_average_size() -> None:
 def test_sizes_that_do_not_grow_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="grow"):
         ChunkSizes(smallest=sizes[0], average=sizes[1], largest=sizes[2])
+
+
+PARAGRAPHS = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(0, 9)).map(lambda two: random_ids(*two).tolist()),
+    min_size=1,
+    max_size=8,
+)
+
+
+def joined(paragraphs: list[list[int]]) -> tuple[torch.Tensor, list[int]]:
+    """One text, and a break behind each paragraph."""
+    breaks, ids = [], []
+    for paragraph in paragraphs:
+        ids += paragraph
+        breaks.append(len(ids))
+    return torch.tensor(ids, dtype=torch.int64), breaks
+
+
+@settings(max_examples=150, deadline=None)
+@given(PARAGRAPHS, PARAGRAPHS, PARAGRAPHS, SIZES)
+def test_a_document_keeps_its_inner_borders_wherever_it_stands(
+    document: list[list[int]], before: list[list[int]], behind: list[list[int]], sizes: ChunkSizes
+) -> None:
+    """From its first to its last long paragraph; short ones outside may join their neighbours."""
+    text, breaks = joined([*before, *document, *behind])
+    shift = sum(map(len, before))
+    alone, own = joined(document)
+    long = [index for index, one in enumerate(document) if len(one) >= sizes.smallest]
+    first, last = ([0, *own][long[0]], own[long[-1]]) if long else (0, 0)
+    wanted = [one for one in chunk(alone, sizes, own) if first <= one[0] < last]
+    chunks = [(start - shift, stop - shift) for start, stop in chunk(text, sizes, breaks)]
+    assert [one for one in chunks if first <= one[0] < last] == wanted
+    assert not long or (wanted[0][0], wanted[-1][1] <= last) == (first, True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PARAGRAPHS, SIZES, st.booleans())
+def test_with_breaks_chunks_leave_out_only_what_is_short(
+    paragraphs: list[list[int]], sizes: ChunkSizes, ends: bool
+) -> None:
+    """A long paragraph begins and ends a chunk; whole if it is no longer than the largest."""
+    ids, breaks = joined(paragraphs)
+    chunks = chunk(ids, sizes, breaks if ends else breaks[:-1])
+    end = 0
+    for start, stop in chunks:
+        assert end <= start
+        assert sizes.smallest <= stop - start <= sizes.largest
+        assert start - end < 2 * sizes.smallest  # a rest, and a lone short paragraph
+        end = stop
+    for paragraph, stop in zip(paragraphs, breaks, strict=True):
+        if sizes.smallest <= len(paragraph) <= sizes.largest and (ends or stop < len(ids)):
+            assert (stop - len(paragraph), stop) in chunks
+
+
+def test_short_paragraphs_in_a_row_are_one_chunk_and_a_lone_one_is_none() -> None:
+    lengths = [20, 100, 10, 12, 15, 100, 20]
+    text, breaks = joined([random_ids(length).tolist() for length in lengths])
+    sizes = ChunkSizes(smallest=32)
+    assert chunk(text, sizes, breaks) == [(20, 120), (120, 157), (157, 257)]

@@ -11,7 +11,8 @@ from redknot.errors import InputError
 from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.loading import LoadOptions, _source, _tokenizer
 from redknot.segments import Document, Prompt, PromptTemplate, Tokeniser
-from redknot.segments.template import MAX_ANCHOR_TOKENS, MAX_PROBE_TOKENS
+from redknot.segments.chat import MAX_ANCHOR_TOKENS
+from redknot.segments.template import MAX_PROBE_TOKENS
 
 BARE = PromptTemplate(instruction="Read", document="{text}", question="{question}", answer="")
 "Documents glued to the text around them."

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 from statistics import median
 
@@ -100,6 +100,7 @@ class Admission:
         while not self.stopped_by:
             held = self._pool.num_used
             self._admit(next(requests))
+            self._runner.session.forget(segments=False)
         gc.collect()
         if self._pool.num_used != held:
             raise RuntimeError(f"a refused request kept {self._pool.num_used - held} pages")
@@ -110,7 +111,7 @@ class Admission:
         except OutOfPages as error:
             self.stopped_by = f"prefill: {error}"
             return
-        prefilled = replace(timed.prefilled, beginning=None).retain()
+        prefilled = timed.prefilled.retain()
         growth = self._growth * (len(self.residents) + 1) + 1  # 1: the page of idle slots
         if growth > self._pool.num_free:
             self.stopped_by = f"new tokens: {growth} pages, {self._pool.num_free} are free"

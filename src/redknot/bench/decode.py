@@ -69,7 +69,6 @@ def random_prompt(bench: Bench, setting: Setting, cache: PromptCache) -> Prefill
         known=layout,
         shapes=executor.shapes,
         clock=Clock(bench.device),
-        beginning=None,
     )
 
 

@@ -14,6 +14,7 @@ from redknot.cli.eval import eval_
 from redknot.cli.generate import generate
 from redknot.cli.inspect import inspect
 from redknot.cli.profile import profile_
+from redknot.cli.serve import serve
 from redknot.errors import InputError
 
 app = App(
@@ -29,14 +30,18 @@ app.command(eval_, name="eval")
 app.command(profile_, name="profile")
 app.command(inspect)
 app.command(bench)
+app.command(serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it worked, 2 with one line on stderr for bad input."""
+    """Run a command; 0 if it worked, 2 with one line on stderr for bad input.
+
+    A command that can fail for another reason returns its own exit code.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(tokens, exit_on_error=False, print_error=False)
+        code = app(tokens, exit_on_error=False, print_error=False)
     except (CycloptsError, InputError) as error:
         line = " ".join(str(error).split()) or type(error).__name__
         errors.print(f"redknot: {line}", markup=False)
@@ -44,4 +49,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("redknot: interrupted")
         return 130
-    return 0
+    return code or 0

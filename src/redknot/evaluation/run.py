@@ -20,7 +20,7 @@ from redknot.execution.session import Session
 from redknot.heads import HeadMap, retained_share
 from redknot.recovery import Policy
 from redknot.recovery.policies import Dense
-from redknot.segments import Prompt, SegmentState
+from redknot.segments import Prompt
 
 TOKENS_PER_WORD = 1.45  # of English prose and the embedded model's tokenizer, titles included
 
@@ -89,7 +89,7 @@ def _measured(
     measure: "_Measurement", prompts: Sequence[tuple[Row, Prompt]], max_seconds: float | None
 ) -> Iterator[list[Record]]:
     start = time.perf_counter()
-    for row, prompt in tqdm(prompts, desc="eval", unit="prompt"):
+    for row, prompt in tqdm(prompts, desc="eval", unit="prompt", disable=None):
         yield measure(row, prompt)
         if max_seconds and time.perf_counter() - start > max_seconds:
             return
@@ -135,7 +135,7 @@ class _Measurement:
         # Another kernel path: masked blocks of an odd size instead of the fused causal call.
         self.planner = Planner(session.executor)
         self._measured = 0
-        self._beginning: SegmentState | None = None
+        self._beginning: Prefilled | None = None
         self.other_path = Executor(adapter, ExecutionSettings(row_block=208))
 
     def warm_up(self, prompt: Prompt) -> None:
@@ -176,17 +176,16 @@ class _Measurement:
         if not self.settings.stored:
             return
         self.session.build_missing(prompt)
-        first = prompt.spans[0].start if prompt.spans else 0
-        if self.session.look_up(prompt).layout.exact < first:
-            self.session.prefill(prompt, Dense())
-        self._beginning = self.session.look_up(prompt).exact
+        if prompt.spans and prompt.spans[0].start:
+            first = Prompt(prompt.token_ids[: prompt.spans[0].start], (), (0, 1))
+            self._beginning = self.session.prefill(first, Dense())
 
     def _prefill(self, prompt: Prompt, policy: Policy) -> Prefilled:
         """One policy; it finds what `_build` left, and nothing that another policy has added."""
         room = 2 * self.settings.answer_tokens
         self.session.forget(segments=False)
         if self._beginning is not None:
-            self.session.remember(self._beginning)
+            self.session.remember(self._beginning, len(self._beginning.token_ids))
         clock = Clock(self.session.model.adapter.device)
         lookup = self.session.look_up(prompt)
         clock.mark("lookup")

@@ -119,10 +119,16 @@ class DecodeBatch:
         self._tokens[:count].copy_(upload(torch.tensor(tokens), device))
         positions = torch.tensor(self.lengths, dtype=torch.int32)
         self._positions[:count].copy_(upload(positions, device))
-        size = min((size for size in SIZES if size >= count), default=count)
-        logits = self._run(min(size, self.max_requests))
+        logits = self._run(self._slots(count))
         self.lengths = [length + 1 for length in self.lengths]
         return logits[:count]
+
+    def _slots(self, count: int) -> int:
+        """Requests of a step that ``count`` take part in: more only where it is captured."""
+        if self._tokens.device.type != "cuda":
+            return count
+        size = min((size for size in SIZES if size >= count), default=count)
+        return min(size, self.max_requests)
 
     def _run(self, size: int) -> Float[Tensor, "slot vocab"]:
         if self.executor.storage.planes["key"] is not self._planes:  # the storage has grown

@@ -9,6 +9,7 @@ from torch import Tensor
 from redknot.execution.cache import PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.execution.parts import EAGER, Parts
+from redknot.execution.turns import Turns, drained
 from redknot.execution.visibility import Visibility
 from redknot.kernels.upload import upload
 from redknot.models import Adapter
@@ -19,37 +20,26 @@ from redknot.segpaged import PageStorage
 class StateRecorder:
     """Copies un-rotated keys and values of consecutive rows into the state of ``token_ids``.
 
-    The first ``tokens`` of them come from ``known`` state and are not among the rows; ``skipped``
-    first rows of the pass belong to something else.
+    ``skipped`` first rows of the pass belong to something else.
     """
 
     def __init__(
-        self,
-        adapter: Adapter,
-        token_ids: Int[Tensor, "token"],
-        *,
-        known: SegmentState | None = None,
-        tokens: int = 0,
-        skipped: int = 0,
+        self, adapter: Adapter, token_ids: Int[Tensor, "token"], *, skipped: int = 0
     ) -> None:
         shape = adapter.layers[0].shape
         like = torch.empty(0, dtype=adapter.dtype, device=adapter.device)
         self.state = SegmentState.empty(
             token_ids.clone(), len(adapter.layers), shape.num_groups, shape.head_dim, like
         )
-        self._known, self._skipped = tokens, skipped
-        if known is not None and tokens:
-            for name, plane in self.state.planes.items():
-                plane[:, :, :tokens] = known.planes[name][:, :, :tokens]
+        self._skipped = skipped
 
     def __call__(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take the rows that follow the known ones, as many as the state holds."""
-        rows = slice(self._skipped, self._skipped + len(self.state) - self._known)
-        self.state.planes["key"][layer, :, self._known :] = key[:, rows]
-        self.state.planes["value"][layer, :, self._known :] = value[:, rows]
+        """Take the rows behind the skipped ones, as many as the state holds."""
+        rows = slice(self._skipped, self._skipped + len(self.state))
+        self.state.planes["key"][layer] = key[:, rows]
+        self.state.planes["value"][layer] = value[:, rows]
 
 
-@torch.inference_mode()
 def build_state(
     adapter: Adapter,
     token_ids: Int[Tensor, "token"],
@@ -62,6 +52,19 @@ def build_state(
 
     The K/V of the pass stand in ``storage`` meanwhile, or in pages of their own.
     """
+    return drained(building(adapter, token_ids, anchor, storage=storage, parts=parts))
+
+
+@torch.inference_mode()
+def building(
+    adapter: Adapter,
+    token_ids: Int[Tensor, "token"],
+    anchor: Sequence[int],
+    *,
+    storage: PageStorage | None = None,
+    parts: Parts = EAGER,
+) -> Turns[SegmentState]:
+    """As `build_state`, in turns."""
     ids = torch.cat([torch.tensor(anchor, dtype=torch.int64), token_ids])
     shapes = [layer.shape for layer in adapter.layers]
     recorder = StateRecorder(adapter, token_ids, skipped=len(anchor))
@@ -74,4 +77,5 @@ def build_state(
         found = attention(trip, index, layer, placed, hidden, tail=1 if last else None)
         if not last:
             hidden = finish(layer, hidden, found.out, parts=parts)
+        yield len(ids)
     return recorder.state

@@ -80,7 +80,7 @@ class PromptCache(Pages):
         )
         self._retention: Retention | None = None
         self._upload()
-        weakref.finalize(self, self._table.free)
+        self._release = weakref.finalize(self, self._table.free)
 
     @classmethod
     def allocate(
@@ -115,9 +115,11 @@ class PromptCache(Pages):
         try:
             change = self._table.append(more)
         except OutOfPages as short:
-            if not self.storage.grows:
+            missing = short.asked - short.free
+            if self.storage.grows:
+                self.storage.grow(missing)
+            elif self.storage.reclaim(missing) < missing:
                 raise
-            self.storage.grow(short.asked - short.free)
             change = self._table.append(more)
         self.storage.copy(change.sources, change.targets)
         if len(change.sources) or self._table.logical().shape[1] > columns:
@@ -143,6 +145,35 @@ class PromptCache(Pages):
         other._retention = self._retention
         return other
 
+    @property
+    def num_own_pages(self) -> int:
+        """Pages that nobody else holds."""
+        pages = self._table.held
+        return int((self.storage.pool.references(pages) == 1).sum())
+
+    def pages_by_row(self) -> Int[Tensor, "row"]:
+        """Pages that each (layer, group) holds, on the host."""
+        return (self._host >= 0).sum(1)
+
+    def holds(self, tokens: int) -> bool:
+        """Whether every page of the first ``tokens`` is there."""
+        pages = self._host[:, : -(-tokens // self.storage.page_size)]
+        return tokens <= self.length and bool((pages >= 0).all())
+
+    @property
+    def num_rows(self) -> int:
+        """Number of (layer, group) pairs."""
+        return self._layers * self._groups
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are held, those that are shared included."""
+        return self._table.num_pages
+
+    def release(self) -> None:
+        """Give back all pages now, not when the cache is no longer referenced."""
+        self._release()
+
     def retain(self, retention: Retention) -> None:
         """From now on hold only what rows behind the present ones may see."""
         self._retention = retention
@@ -166,11 +197,18 @@ class PromptCache(Pages):
             view = self._views[index] = self._paged(rows)
         return view
 
-    def place(self, adapter: Adapter, state: SegmentState, start: int, tokens: int) -> None:
-        """Relocate the first ``tokens`` of ``state`` to ``start``: one rotation, all layers."""
-        positions = torch.arange(start, start + tokens, device=adapter.device)
+    def place(
+        self, adapter: Adapter, state: SegmentState, start: int, tokens: int, skipped: int = 0
+    ) -> None:
+        """Relocate the first ``tokens`` of ``state`` to ``start``: one rotation, all layers.
+
+        The first ``skipped`` of them stay as they are.
+        """
+        positions = torch.arange(start + skipped, start + tokens, device=adapter.device)
         key, value = (
-            state.planes[name][:, :, :tokens].to(adapter.device, non_blocking=True).flatten(0, 1)
+            state.planes[name][:, :, skipped:tokens]
+            .to(adapter.device, non_blocking=True)
+            .flatten(0, 1)
             for name in ("key", "value")
         )
         append(self._paged(slice(None)), key, value, positions, *adapter.rotary.table(positions))

@@ -13,11 +13,14 @@ class Clock:
     """Charges the time between marks to stages, and to parts of stages if ``detailed``.
 
     Whatever happens between two marks is charged to the later one, idle time included, so that the
-    stages add up to the time from the first mark to the last.
+    stages add up to the time from the first mark to the last. Where several requests take turns,
+    what happens between `leave` and `come_back` is charged to `wait`.
     """
 
-    def __init__(self, device: torch.device, *, detailed: bool = False) -> None:
-        self.detailed = detailed
+    def __init__(
+        self, device: torch.device, *, detailed: bool = False, takes_turns: bool = False
+    ) -> None:
+        self.detailed, self.takes_turns = detailed, takes_turns
         self._device = device
         self._stage = ""
         self._first = self._now()
@@ -31,6 +34,16 @@ class Clock:
         """Charge the time since the last mark to a part of the stage that runs."""
         if self.detailed:
             self.mark(f"{self._stage}/{name}")
+
+    def leave(self) -> None:
+        """The turn of this request ends."""
+        if self.takes_turns:
+            self.mark(self._stage)
+
+    def come_back(self) -> None:
+        """The next turn of this request begins."""
+        if self.takes_turns:
+            self.mark("wait")
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

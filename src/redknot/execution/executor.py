@@ -1,14 +1,14 @@
 """One executor for every policy: relocate, probe, recover."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from redknot.execution.builder import StateRecorder
 from redknot.execution.cache import PromptCache, page_storage
 from redknot.execution.clock import Clock
 from redknot.execution.layer import Placed, Trip, attention, finish
@@ -16,6 +16,7 @@ from redknot.execution.parts import EAGER, Parts
 from redknot.execution.probe import ProbePass
 from redknot.execution.recover import Executed, Recovery
 from redknot.execution.transfer import on_device
+from redknot.execution.turns import Turns, drained
 from redknot.execution.visibility import Visibility, global_groups
 from redknot.heads import HeadMap
 from redknot.kernels.attend import Impl
@@ -23,7 +24,9 @@ from redknot.models import Adapter, LayerShape
 from redknot.recovery import Flops, Layout, Plan, Policy, plan_flops
 from redknot.recovery.policies import Dense
 from redknot.recovery.selection import simulate
-from redknot.segments import Lookup, SegmentState
+from redknot.segments import Lookup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +63,15 @@ class Prefilled:
     "What it could have taken over."
     shapes: Sequence[LayerShape]
     clock: Clock
-    beginning: SegmentState | None
-    "Exact state of the tokens before the first segment, where it was asked for and is exact."
+
+    @property
+    def exact_tokens(self) -> int:
+        """First tokens whose state is what dense computes: nothing reused, no row windowed."""
+        reused = self.layout.reusable.nonzero()
+        tokens = int(reused[0]) if len(reused) else self.layout.num_tokens
+        layers = (*self.sight.prefill, *self.sight.decode)
+        windows = [reach.window for layer in layers for reach in layer if reach.window]
+        return min([tokens, *windows])
 
     def retain(self) -> "Prefilled":
         """Give back what the question's phase no longer sees, now and as decoding goes on.
@@ -136,7 +146,6 @@ class Executor:
         self.parts = Parts.compiled() if compiled else EAGER
         self._probe = ProbePass(adapter)
 
-    @torch.inference_mode()
     def prefill(
         self,
         token_ids: Int[Tensor, "token"],
@@ -144,33 +153,54 @@ class Executor:
         policy: Policy,
         head_map: HeadMap | None = None,
         *,
-        keep_beginning: int = 0,
+        beginning: PromptCache | None = None,
         clock: Clock | None = None,
     ) -> Prefilled:
         """From token ids and known state to the first token's logits.
 
-        ``keep_beginning`` asks for the exact state of that many first tokens. A ``clock`` of the
-        caller's goes on with the stages of this call.
+        ``beginning`` holds the tokens that ``lookup`` calls exact, and maybe more; without it they
+        are computed. A ``clock`` of the caller's goes on with the stages of this call.
         """
+        turns = self.prefilling(
+            token_ids, lookup, policy, head_map, beginning=beginning, clock=clock
+        )
+        return drained(turns)
+
+    @torch.inference_mode()
+    def prefilling(
+        self,
+        token_ids: Int[Tensor, "token"],
+        lookup: Lookup,
+        policy: Policy,
+        head_map: HeadMap | None = None,
+        *,
+        beginning: PromptCache | None = None,
+        clock: Clock | None = None,
+    ) -> Turns[Prefilled]:
+        """As `prefill`, in turns."""
         if policy.needs_head_map and head_map is None:
             raise ValueError(f"policy {policy.name} needs a head map")
         layout = policy.view(lookup.layout)
+        if beginning is None:
+            layout = layout.limited(exact=0, segments=True)
         sight = Visibility.of(self.shapes, layout.context_end, head_map, policy.windows)
         clock = clock or Clock(self.adapter.device)
+        clock.come_back()
         with clock.stage("relocate"):
-            cache = self._relocated(layout, lookup, policy)
-        recorder = self._recorder(token_ids, layout, lookup, sight, keep_beginning)
+            cache = yield from _pausing(self._relocated(layout, lookup, policy, beginning), clock)
         mass = None
         if policy.uses_probe and len(layout.stored):
             with clock.stage("probe"):
                 seeing = self._trip(cache, Visibility.of(self.shapes, 0), clock=clock)
-                mass = self._probe.mass(seeing, cache, token_ids, layout)
+                turns = self._probe.mass(seeing, cache, token_ids, layout)
+                mass = yield from _pausing(turns, clock)
                 cache.truncate(layout.num_tokens)
         with clock.stage("recover"):
             groups = global_groups(self.shapes, head_map)
-            trip = self._trip(cache, sight, recorder, clock)
+            trip = self._trip(cache, sight, clock)
             recovery = Recovery(self.adapter, trip, token_ids, layout, policy, groups, mass)
-            hidden = self._in_chunks(recovery, cache, trip.sight, layout, policy)
+            running = self._in_chunks(recovery, cache, trip.sight, layout, policy)
+            hidden = yield from _pausing(running, clock)
             logits = self.adapter.logits(hidden)[-1]
         return Prefilled(
             token_ids=token_ids,
@@ -182,7 +212,6 @@ class Executor:
             known=lookup.layout,
             shapes=self.shapes,
             clock=clock,
-            beginning=None if recorder is None else recorder.state,
         )
 
     @torch.inference_mode()
@@ -206,44 +235,32 @@ class Executor:
         self,
         cache: PromptCache,
         sight: Visibility,
-        record: StateRecorder | None = None,
         clock: Clock | None = None,
     ) -> Trip:
         impl, row_block = self.settings.attention, self.settings.row_block
-        return Trip(cache, sight, impl, row_block, record, self.parts, clock)
+        return Trip(cache, sight, impl, row_block, parts=self.parts, clock=clock)
 
-    def _relocated(self, layout: Layout, lookup: Lookup, policy: Policy) -> PromptCache:
+    def _relocated(
+        self, layout: Layout, lookup: Lookup, policy: Policy, beginning: PromptCache | None
+    ) -> Turns[PromptCache]:
         """A cache with all known state in place; chunks of a static plan make their own room."""
         tokens = layout.num_tokens
         if self._chunk_tokens(policy) is not None:
             tokens = max([layout.exact, *(stop for _, stop in layout.segments)])
-        cache = PromptCache.allocate(self.adapter, tokens, self.storage)
+        if beginning is not None and layout.exact:
+            cache = beginning.fork()
+            cache.truncate(layout.exact)
+            cache.reserve(tokens)
+        else:
+            cache = PromptCache.allocate(self.adapter, tokens, self.storage)
         hits = lookup.hits if layout.segments else ()
         states = on_device([state for _, state in hits], self.adapter.device)
         for (span, _), state in zip(hits, states, strict=True):
-            cache.place(self.adapter, state, span.start, len(span))
-        if lookup.exact is not None and layout.exact:
-            cache.place(self.adapter, lookup.exact, 0, layout.exact)
+            behind = max(0, layout.exact - span.start)
+            if behind < len(span):
+                cache.place(self.adapter, state, span.start, len(span), behind)
+            yield len(span)
         return cache
-
-    def _recorder(
-        self,
-        token_ids: Tensor,
-        layout: Layout,
-        lookup: Lookup,
-        sight: Visibility,
-        tokens: int,
-    ) -> StateRecorder | None:
-        """A recorder of the first ``tokens``, if this pass computes them as dense would."""
-        layers = (*sight.prefill, *sight.decode)
-        windows = [reach.window for layer in layers for reach in layer if reach.window]
-        unseen = bool(windows) and tokens > min(windows)
-        chunked = self.settings.chunk_tokens is not None
-        if tokens <= layout.exact or unseen or chunked or bool(layout.reusable[:tokens].any()):
-            return None
-        return StateRecorder(
-            self.adapter, token_ids[:tokens], known=lookup.exact, tokens=layout.exact
-        )
 
     def _chunk_tokens(self, policy: Policy) -> int | None:
         return None if policy.adaptive else self.settings.chunk_tokens
@@ -255,14 +272,26 @@ class Executor:
         sight: Visibility,
         layout: Layout,
         policy: Policy,
-    ) -> Float[Tensor, "row hidden"]:
+    ) -> Turns[Float[Tensor, "row hidden"]]:
         step = self._chunk_tokens(policy)
         if step is None:
-            return recovery.run(0, layout.num_tokens)
+            return (yield from recovery.run(0, layout.num_tokens))
         retention = sight.retention()
         for start in range(layout.exact, layout.num_tokens, step):
             stop = min(start + step, layout.num_tokens)
             cache.reserve(stop)
-            hidden = recovery.run(start, stop)
+            hidden = yield from recovery.run(start, stop)
             cache.evict(retention, stop)
         return hidden
+
+
+def _pausing(turns: Turns[T], clock: Clock) -> Generator[int, None, T]:
+    """Every pause charged to those who take their turn meanwhile."""
+    while True:
+        try:
+            rows = next(turns)
+        except StopIteration as end:
+            return end.value
+        clock.leave()
+        yield rows
+        clock.come_back()

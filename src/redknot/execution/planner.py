@@ -1,7 +1,7 @@
 """The planner: predicts what a plan and dense would take, and runs dense where a plan loses."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ from redknot.segments import SegmentState
 WORTH = 0.95  # a plan must be predicted to take less than this share of dense's time
 CALIBRATION = {"cpu": (512, 2048), "cuda": (4096, 16384)}
 "Rows of the FFN and tokens of attention, by device: enough to fill it."
+MOST_KNOWN = 4096
+"Predictions that are kept: counting the layers of a plan takes 10 ms, as long as a short prompt."
 LAYERS = 8
 "Layers whose relocation is timed at once: what a launch costs counts little then."
 
@@ -43,15 +45,25 @@ class Planner:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._rates: Rates | None = None
+        self._known: dict[Hashable, tuple[HeadMap | None, float]] = {}
 
-    def decide(self, layout: Layout, policy: Policy, head_map: HeadMap | None) -> Decision:
-        """``policy``, or dense where nothing is stored or the plan is predicted to lose."""
+    def decide(
+        self,
+        layout: Layout,
+        policy: Policy,
+        head_map: HeadMap | None,
+        dense_layout: Layout | None = None,
+    ) -> Decision:
+        """``policy``, or dense where nothing is stored or the plan is predicted to lose.
+
+        ``dense_layout`` is what dense would find, if that is something else.
+        """
         if policy.takes_segments is False:
             return Decision(policy, "asked for")
         if policy.takes_segments and not layout.segments and not layout.exact:
             return Decision(Dense(), "no segment of the prompt is stored")
         asked = self._predict(policy.view(layout), policy, head_map)
-        dense = self._predict(Dense().view(layout), Dense(), None)
+        dense = self._predict(Dense().view(dense_layout or layout), Dense(), None)
         if asked > WORTH * dense:
             reason = f"{policy.name} is predicted to take {asked:.3f} s, dense {dense:.3f} s"
             return Decision(Dense(), reason, asked, dense)
@@ -64,6 +76,16 @@ class Planner:
         return self._rates
 
     def _predict(self, layout: Layout, policy: Policy, head_map: HeadMap | None) -> float:
+        """Seconds; prompts whose counts are within a few per cent are predicted once."""
+        counts = layout.num_tokens, layout.exact, len(layout.stored), layout.probe[0]
+        alike = (policy, id(head_map), layout.probe_follows_context, *map(_rounded, counts))
+        if alike not in self._known:
+            if len(self._known) == MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[alike] = head_map, self._count(layout, policy, head_map)
+        return self._known[alike][1]
+
+    def _count(self, layout: Layout, policy: Policy, head_map: HeadMap | None) -> float:
         shapes = self._executor.shapes
         groups = global_groups(shapes, head_map)
         plan = simulate(policy, layout, len(shapes), groups)
@@ -71,6 +93,12 @@ class Planner:
         return self.calibrate().seconds(
             plan_flops(plan, layout, shapes, sight.prefill, sight.decode), plan
         )
+
+
+def _rounded(count: int) -> int:
+    """Five significant bits: at most 3 % off."""
+    spare = max(0, count.bit_length() - 5)
+    return count >> spare << spare
 
 
 @torch.inference_mode()

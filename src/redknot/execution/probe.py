@@ -4,6 +4,7 @@ Its rows are few, so that launching its kernels one by one takes longer than run
 a pass of a shape that was seen before is replayed as a CUDA graph.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from redknot.execution.cache import Pages, PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
+from redknot.execution.turns import drained
 from redknot.kernels.attend import Rows
 from redknot.kernels.paging import ABSENT, PagedKV
 from redknot.kernels.score import column_mass
@@ -72,10 +74,10 @@ class ProbePass:
 
     def mass(
         self, trip: Trip, cache: PromptCache, token_ids: Int[Tensor, "token"], layout: Layout
-    ) -> Mass:
+    ) -> Generator[int, None, Mass]:
         """Mean attention probability of the probe's rows on every token of the prompt.
 
-        ``cache`` is that of ``trip``.
+        ``cache`` is that of ``trip``. Yields behind every layer how many rows it had.
         """
         question = Question.of(token_ids, layout)
         cache.reserve(int(question.positions[-1]) + 1)
@@ -87,7 +89,8 @@ class ProbePass:
         placed = Placed.at(self._adapter, question.positions)
         mass = self._empty_mass(layout.num_tokens)
         ids = upload(question.token_ids, device)
-        score_rows(self._adapter, trip, placed, ids, slice(question.first, question.stop), mass)
+        probe = slice(question.first, question.stop)
+        yield from score_rows(self._adapter, trip, placed, ids, probe, mass)
         return mass
 
     def _empty_mass(self, tokens: int) -> Mass:
@@ -117,10 +120,11 @@ def score_rows(
     probe: slice,
     mass: Mass,
     counted: Bool[Tensor, "row"] | None = None,
-) -> None:
+) -> Generator[int, None, None]:
     """Run rows through all layers and write to ``mass`` what those of the ``probe`` attend to.
 
-    Only the ``counted`` ones add to it, if that is given; the mean is over all of them.
+    Only the ``counted`` ones add to it, if that is given; the mean is over all of them. Yields
+    behind every layer how many rows it had.
     """
     rows = placed.rows.between(probe.start, probe.stop)
     hidden = adapter.embed(token_ids)
@@ -139,6 +143,7 @@ def score_rows(
         if index < len(adapter.layers) - 1:
             hidden = finish(layer, hidden, found.out, parts=trip.parts)
             trip.spent_on("finish")
+        yield len(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +224,12 @@ class _Captured:
         last = torch.arange(shape.tokens - rows, shape.tokens)
         placed = Placed.of(adapter, Rows(last, self._positions))
         self._placed = placed  # the graph reads what is planned in it
-        score_rows(adapter, trip, placed, self._ids, shape.probe, mass, self._counted)
+        drained(score_rows(adapter, trip, placed, self._ids, shape.probe, mass, self._counted))
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             cosine, sine = adapter.rotary.table(self._positions)
             placed = replace(placed, cosine=cosine, sine=sine)
-            score_rows(adapter, trip, placed, self._ids, shape.probe, mass, self._counted)
+            drained(score_rows(adapter, trip, placed, self._ids, shape.probe, mass, self._counted))
 
     def reads(self, storage: PageStorage) -> bool:
         """Whether the graph's planes are those of ``storage``."""

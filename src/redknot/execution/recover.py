@@ -1,6 +1,6 @@
 """The recovery pass: rows flow as a policy says, and the executed plan is written down."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -88,11 +88,12 @@ class Recovery:
         probe_rows = len(question_rows(layout)) if mass is not None else 0
         self.executed = Executed(policy.describe(), layout.num_tokens, probe_rows)
 
-    def run(self, start: int, stop: int) -> Float[Tensor, "row hidden"]:
+    def run(self, start: int, stop: int) -> Generator[int, None, Float[Tensor, "row hidden"]]:
         """Run the rows of positions ``start`` to ``stop`` through all layers.
 
-        Returns the last row's output of the last layer. Chunks must come in order and end with the
-        prompt; only policies that are not adaptive may run in more than one.
+        Yields behind every layer how many rows it had; returns the last row's output of the last
+        layer. Chunks must come in order and end with the prompt; only policies that are not
+        adaptive may run in more than one.
         """
         start = max(start, self._layout.exact)
         placed = Placed.at(self._adapter, torch.arange(start, stop))
@@ -126,6 +127,7 @@ class Recovery:
             self._trip.spent_on("finish")
             skip(stage.skipped, stage.rows, fed)
             layers.append(LayerPlan(placed.rows.host, fed, publish, self._signals.ranked))
+            yield len(placed.rows)
         self.executed.chunks.append(layers)
         self._signals.forget()
         return hidden

@@ -1,14 +1,16 @@
 """One model with its tokeniser, store and executor: everything that a request needs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from redknot.errors import InputError
-from redknot.execution.builder import build_state
+from redknot.execution.beginnings import Beginning, Beginnings, Scope
+from redknot.execution.builder import building
 from redknot.execution.clock import Clock
 from redknot.execution.executor import ExecutionSettings, Executor, Prefilled
+from redknot.execution.turns import Turns, drained
 from redknot.heads import HeadMap
 from redknot.models import LoadedModel
 from redknot.models.fingerprint import fingerprint
@@ -25,7 +27,13 @@ from redknot.segments import (
     look_up,
 )
 from redknot.segments.lookup import StateShape
-from redknot.segments.store import ExactPrefixes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known(Lookup):
+    """What is known of a prompt, and the pages of its beginning."""
+
+    beginning: Beginning | None = None
 
 
 @dataclass(eq=False)
@@ -38,13 +46,15 @@ class Session:
     settings: ExecutionSettings = ExecutionSettings()
     salt: str = ""
     "Tenant: state of one salt is never found under another."
+    beginnings_bytes: int = 1 << 30
+    "Pages that beginnings of earlier prompts may keep."
 
     def __post_init__(self) -> None:
         adapter = self.model.adapter
         shape = adapter.layers[0].shape
         self.tokeniser = Tokeniser(self.model.tokenizer, self.template)
         self.executor = Executor(adapter, self.settings)
-        self.prefixes = ExactPrefixes()
+        self.beginnings = Beginnings(self.executor.storage, self.beginnings_bytes)
         self.namespace = Namespace(
             weights=fingerprint(self.model.hf),
             settings=adapter.settings,
@@ -62,17 +72,33 @@ class Session:
         """What a head map says it was measured on."""
         return fingerprint(self.model.hf, rounded=True)
 
-    def look_up(self, prompt: Prompt) -> Lookup:
-        """What is known of ``prompt``."""
-        return look_up(prompt, self.namespace, self.store, self.prefixes, self._shape)
+    def look_up(self, prompt: Prompt, *, salt: str | None = None, chain: str = "") -> Known:
+        """What is known of ``prompt``, to the session's tenant or to that of ``salt``.
+
+        With ``chain`` also what an earlier turn of the same chat left behind under that name.
+        """
+        namespace = self._namespace(salt)
+        scopes = {Scope(namespace.salt), Scope(namespace.salt, chain)}
+        beginning = self.beginnings.find(prompt.token_ids, scopes)
+        exact = 0 if beginning is None else beginning.tokens
+        found = look_up(prompt, namespace, self.store, self._shape, exact)
+        return Known(found.layout, found.hits, found.outcomes, beginning)
+
+    def key(self, token_ids: torch.Tensor, salt: str | None = None) -> bytes:
+        """What the state of a segment is stored under."""
+        return self._namespace(salt).key("segment", token_ids)
 
     def build(self, token_ids: torch.Tensor) -> SegmentState:
         """Canonical state of ``token_ids``, out of the store or built and stored now."""
-        key = self.namespace.key("segment", token_ids)
+        return drained(self.building(token_ids))
+
+    def building(self, token_ids: torch.Tensor, salt: str | None = None) -> Turns[SegmentState]:
+        """As `build`, in turns; findable once the last is done."""
+        key = self.key(token_ids, salt)
         state = self.store.get(key)
         if state is None or self._shape.refuses(state, token_ids):
             self.store.delete(key)
-            state = build_state(
+            state = yield from building(
                 self.model.adapter,
                 token_ids,
                 self.namespace.anchor,
@@ -97,13 +123,18 @@ class Session:
 
     def forget(self, *, segments: bool = True) -> None:
         """Forget the known beginnings of prompts, and all stored segments too."""
-        self.prefixes = ExactPrefixes()
+        self.beginnings.forget()
         for key in self.store.keys() if segments else ():
             self.store.delete(key)
 
-    def remember(self, beginning: SegmentState) -> None:
-        """Keep the exact state of a prompt's first tokens for prompts that begin alike."""
-        self.prefixes.put(self.namespace.key("exact", beginning.token_ids), beginning)
+    def remember(self, prefilled: Prefilled, tokens: int, salt: str | None = None) -> None:
+        """Keep the pages of the first ``tokens`` tokens, as far as dense would compute them so."""
+        tokens = min(tokens, prefilled.exact_tokens)
+        if tokens > 0 and prefilled.cache.holds(tokens):
+            cache = prefilled.cache.fork()
+            cache.truncate(tokens)
+            scope = Scope(self._namespace(salt).salt)
+            self.beginnings.put(prefilled.token_ids[:tokens], cache, scope)
 
     def prefill(
         self,
@@ -112,7 +143,7 @@ class Session:
         head_map: HeadMap | None = None,
         *,
         room: int = 0,
-        lookup: Lookup | None = None,
+        lookup: Known | None = None,
         clock: Clock | None = None,
     ) -> Prefilled:
         """Run ``prompt`` under ``policy``; the time of looking up is the first stage.
@@ -125,13 +156,12 @@ class Session:
         if lookup is None:
             lookup = self.look_up(prompt)
             clock.mark("lookup")
-        first = prompt.spans[0].start if prompt.spans else 0
-        keep = len(prompt) if policy.name == "prefix" else first
+        beginning = None if lookup.beginning is None else lookup.beginning.cache
         prefilled = self.executor.prefill(
-            prompt.token_ids, lookup, policy, head_map, keep_beginning=keep, clock=clock
+            prompt.token_ids, lookup, policy, head_map, beginning=beginning, clock=clock
         )
-        if prefilled.beginning is not None:
-            self.remember(prefilled.beginning)
+        first = prompt.spans[0].start if prompt.spans else 0
+        self.remember(prefilled, len(prompt) if policy.name == "prefix" else first)
         return prefilled
 
     def check_length(self, prompt: Prompt, room: int = 0) -> None:
@@ -144,3 +174,7 @@ class Session:
                 f"the prompt has {len(prompt)} tokens and {room} may follow,"
                 f" but the model's context holds {limit}"
             )
+
+    def _namespace(self, salt: str | None) -> Namespace:
+        """That of the session's tenant, or of another."""
+        return self.namespace if salt is None else replace(self.namespace, salt=salt)

@@ -92,6 +92,19 @@ def load_model(model: str | Path, options: LoadOptions = LoadOptions()) -> Loade
     return wrap_model(hf.to(options.device), tokenizer, name)
 
 
+def load_tokenizer(
+    model: str | Path, options: LoadOptions = LoadOptions()
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``model`` alone, without its weights; `InputError` as `load_model`."""
+    shape = None if Path(model).exists() else shape_folder(str(model))
+    try:
+        return _tokenizer(_source(shape or model), options)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InputError(f"cannot open model {model}: {str(error).splitlines()[0]}") from error
+
+
 def wrap_model(
     hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "model"
 ) -> LoadedModel:

@@ -11,7 +11,7 @@ from redknot.recovery import Layout
 from redknot.segments.identity import Namespace
 from redknot.segments.prompt import Prompt, Span
 from redknot.segments.state import SegmentState
-from redknot.segments.store import ExactPrefixes, SegmentStore
+from redknot.segments.store import SegmentStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,6 @@ class Lookup:
 
     layout: Layout
     hits: tuple[tuple[Span, SegmentState], ...]
-    exact: SegmentState | None
     outcomes: tuple[Outcome, ...]
 
     @property
@@ -60,13 +59,15 @@ def look_up(
     prompt: Prompt,
     namespace: Namespace,
     store: SegmentStore,
-    prefixes: ExactPrefixes,
     shape: StateShape,
+    exact: int = 0,
 ) -> Lookup:
-    """Find the state of every span. A doubt about stored state is a miss."""
+    """Find the state of every span; the first ``exact`` tokens need none.
+
+    A doubt about stored state is a miss.
+    """
     anchored = tuple(prompt.token_ids[: len(namespace.anchor)].tolist()) == namespace.anchor
-    exact, shared = prefixes.longest(prompt.token_ids)
-    shared = min(shared, len(prompt) - 1)  # the last row gives the first new token
+    shared = min(exact, len(prompt) - 1)  # the last row gives the first new token
     hits, outcomes = [], []
     for span in prompt.spans:
         if span.stop <= shared:
@@ -87,7 +88,7 @@ def look_up(
         context_end=max((span.stop for span in prompt.spans), default=0),
         probe=prompt.probe,
     )
-    return Lookup(layout, tuple(hits), exact, tuple(outcomes))
+    return Lookup(layout, tuple(hits), tuple(outcomes))
 
 
 def _find(

@@ -5,8 +5,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
-
 from redknot.segments.state import SegmentState
 
 
@@ -25,6 +23,9 @@ class SegmentStore(Protocol):
 
     def keys(self) -> list[bytes]:
         """Keys of all findable state, the least recently used first."""
+
+    def usage(self) -> "StoreUsage":
+        """Counters since the store was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,31 +131,3 @@ class MemoryStore:
     def _remove(self, key: bytes) -> None:
         state, _ = self._entries.pop(key)
         self._bytes -= state.num_bytes
-
-
-class ExactPrefixes:
-    """State of prompt beginnings as dense computed it; finds the longest that a prompt shares."""
-
-    def __init__(self, capacity_bytes: int = 1 << 30) -> None:
-        self._capacity = capacity_bytes
-        self._entries: OrderedDict[bytes, SegmentState] = OrderedDict()
-
-    def put(self, key: bytes, state: SegmentState) -> None:
-        """Keep ``state``, which begins at position 0; older ones make room."""
-        if state.num_bytes > self._capacity:
-            return
-        self._entries[key] = state
-        self._entries.move_to_end(key)
-        while sum(entry.num_bytes for entry in self._entries.values()) > self._capacity:
-            self._entries.popitem(last=False)
-
-    def longest(self, token_ids: torch.Tensor) -> tuple[SegmentState | None, int]:
-        """The state that shares most first tokens with ``token_ids``, and how many."""
-        best, shared = None, 0
-        for state in self._entries.values():
-            length = min(len(state), len(token_ids))
-            differs = (state.token_ids[:length] != token_ids[:length]).nonzero()
-            common = int(differs[0]) if len(differs) else length
-            if common > shared:
-                best, shared = state, common
-        return best, shared

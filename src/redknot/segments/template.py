@@ -1,21 +1,17 @@
 """From documents and a question to a prompt: rendered and tokenised once, spans by offsets."""
 
-import os.path
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from redknot.errors import InputError
-from redknot.segments.chunking import ChunkSizes, chunk
+from redknot.segments.chat import render_chat, shared_start
+from redknot.segments.chunking import ChunkSizes
+from redknot.segments.placing import Encoded, Placed, Range, encode, place
 from redknot.segments.prompt import Prompt, Span
-
-MAX_ANCHOR_TOKENS = 4
-MAX_PROBE_TOKENS = 128
+from redknot.segments.question import MAX_PROBE_TOKENS, chunks_around, question_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +37,11 @@ class PromptTemplate:
     answer: str = "Answer:"
     question_first: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    """A whole prompt as text, with character ranges."""
-
-    text: str
-    documents: list[tuple[int, int]]
-    question: tuple[int, int]
+    def of(self, document: Document, number: int = 1) -> str:
+        """The text that stands for ``document``, the ``number``-th of its request."""
+        if not document.text.strip():
+            raise InputError(f"document {number} ({document.title or 'no title'}) is empty")
+        return self.document.format(title=document.title, text=document.text.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,7 @@ class Tokeniser:
     "First tokens that every rendered prompt shares; canonical state is computed behind them."
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "anchor", self._shared_start())
+        object.__setattr__(self, "anchor", shared_start(self.tokenizer))
 
     def prompt(
         self,
@@ -71,29 +64,29 @@ class Tokeniser:
         system: str | None = None,
     ) -> Prompt:
         """A prompt with one span for each document and the question as probe."""
-        texts = [self._document(index, document) for index, document in enumerate(documents)]
-        rendered = self._render(texts, question, system)
-        ids, offsets = self._encode(rendered.text)
+        plain = [one if isinstance(one, Document) else Document(one) for one in documents]
+        text, ranges, asked = self._user_text(plain, question)
+        placed, user = self._place(text, system)
+        encoded = encode(self.tokenizer, placed.text + self.template.answer)
         spans = []
-        for document, characters in zip(documents, rendered.documents, strict=True):
-            start, stop = _inside(offsets, characters)
+        for document, characters in zip(plain, ranges, strict=True):
+            start, stop = encoded.inside(placed.characters(user, *characters))
             if stop > start:
-                title = document.title if isinstance(document, Document) else ""
-                spans.append(Span(start, stop, title))
-        probe = _inside(offsets, rendered.question)
+                spans.append(Span(start, stop, document.title))
+        probe = encoded.inside(placed.characters(user, *asked))
         probe = (max(probe[0], probe[1] - MAX_PROBE_TOKENS), probe[1])
-        return Prompt(ids, tuple(spans), probe)
+        return Prompt(encoded.token_ids, tuple(spans), probe)
 
     def plain(self, text: str, system: str | None = None) -> Prompt:
-        """One user message without hints: spans by content, the last tokens of it as probe."""
+        """One user message without hints: spans by content, its question as probe."""
         if not text.strip():
             raise InputError("the prompt is empty")
-        head, tail = self._around_user(system)
-        ids, offsets = self._encode(head + text + tail)
-        start, stop = _inside(offsets, (len(head), len(head) + len(text)))
-        probe = max(start, stop - MAX_PROBE_TOKENS)
-        chunks = chunk(ids[start:probe], self.chunks)
-        return Prompt(ids, tuple(Span(start + a, start + b) for a, b in chunks), (probe, stop))
+        placed, user = self._place(text, system)
+        encoded: Encoded = encode(self.tokenizer, placed.text)
+        start, stop = encoded.inside(placed.characters(user))
+        probe = question_in(encoded, start, stop, "auto")
+        chunks = chunks_around(encoded, start, stop, probe, self.chunks)
+        return Prompt(encoded.token_ids, tuple(Span(*chunk) for chunk in chunks), probe)
 
     def segment(self, document: Document | str) -> torch.Tensor:
         """Token ids of ``document`` as they stand in any prompt."""
@@ -104,69 +97,34 @@ class Tokeniser:
         """Text of ``token_ids`` without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _document(self, index: int, document: Document | str) -> str:
-        plain = document if isinstance(document, Document) else Document(document)
-        if not plain.text.strip():
-            raise InputError(f"document {index + 1} ({plain.title or 'no title'}) is empty")
-        return self.template.document.format(title=plain.title, text=plain.text.strip())
-
-    def _render(self, documents: list[str], question: str, system: str | None) -> _Rendered:
-        """Join the parts and note where they begin and end."""
+    def _user_text(
+        self, documents: Sequence[Document], question: str
+    ) -> tuple[str, list[Range], Range]:
+        """The user message, where the documents stand in it, and where the question does."""
         template = self.template
-        head, tail = self._around_user(system)
         asked = template.question.format(question=question.strip()) if question.strip() else ""
-        text, ranges = head + template.instruction, []
-        asked_at = (0, 0)
+        text, ranges = template.instruction, []
+        first = (len(text), len(text) + len(asked))
         if asked and template.question_first:
-            asked_at = (len(text), len(text) + len(asked))
             text += asked + "\n\n"
-        for document in documents:
-            ranges.append((len(text), len(text) + len(document)))
-            text += document
-        ends = asked if asked and not template.question_first else template.closing
-        if ends is asked or not asked:
-            asked_at = (len(text), len(text) + len(ends))
-        text += ends
-        return _Rendered(text + tail + template.answer, ranges, asked_at)
+        for number, document in enumerate(documents, 1):
+            formatted = template.of(document, number)
+            ranges.append((len(text), len(text) + len(formatted)))
+            text += formatted
+        if asked and template.question_first:
+            return text + template.closing, ranges, first
+        end = asked or template.closing
+        return text + end, ranges, (len(text), len(text) + len(end))
 
-    def _around_user(self, system: str | None) -> tuple[str, str]:
-        """What the chat template puts before and behind the user's text."""
-        mark = "\x02user\x03"
-        if self.tokenizer.chat_template is None:
-            bos = self.tokenizer.bos_token if self.tokenizer("").input_ids else None
-            return (bos or "") + (f"{system}\n\n" if system else ""), "\n"
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": mark})
-        try:
-            rendered = str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
+    def _place(self, text: str, system: str | None) -> tuple[Placed, int]:
+        """A rendered conversation, and which of its texts is the user's."""
+        roles = ["user"] if system is None else ["system", "user"]
+
+        def render(texts: Sequence[str]) -> str:
+            pairs = zip(roles, texts, strict=True)
+            return render_chat(
+                self.tokenizer, [{"role": role, "content": content} for role, content in pairs]
             )
-        except TemplateError as error:
-            raise InputError(f"the model's chat template refuses the request: {error}") from error
-        head, _, tail = rendered.rpartition(mark)  # the last: a system message may hold it
-        return head, tail
 
-    def _encode(self, text: str) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return torch.tensor(encoded["input_ids"], dtype=torch.int64), encoded["offset_mapping"]
-
-    def _shared_start(self) -> tuple[int, ...]:
-        """Tokens that prompts with any system message begin with."""
-        renderings = []
-        for system in (None, "A", "Zebra"):
-            try:
-                head, _ = self._around_user(system)
-            except InputError:  # some templates know no system message
-                continue
-            renderings.append(self._encode(head + "x")[0].tolist())
-        shared = len(os.path.commonprefix(renderings))
-        return tuple(renderings[0][: min(shared, MAX_ANCHOR_TOKENS)])
-
-
-def _inside(offsets: list[tuple[int, int]], characters: tuple[int, int]) -> tuple[int, int]:
-    """The tokens that lie wholly inside a character range; those across a border lie outside."""
-    first = bisect_left(offsets, characters[0], key=lambda token: token[0])
-    stop = bisect_right(offsets, characters[1], key=lambda token: token[1])
-    return (first, stop) if stop > first else (0, 0)
+        texts = [text] if system is None else [system, text]
+        return place(texts, render), len(texts) - 1

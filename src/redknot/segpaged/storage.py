@@ -1,6 +1,6 @@
 """The tensors behind a page pool: one plane for each thing that a token's state consists of."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ class PageStorage:
             raise ValueError(f"pages of {page_size} tokens")
         self.pool = PagePool(num_pages)
         self.grows = grows
+        self.reclaim: Callable[[int], int] = lambda num_pages: 0
+        "Asked to free pages when a storage that does not grow has none left; how many became free."
         self.page_size = page_size
         self.planes = {
             name: _plane((num_pages, page_size, width), dtype, device)

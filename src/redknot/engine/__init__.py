@@ -1,0 +1,1 @@
+"""Many requests, one device: scheduler, runner, and the process that they live in."""

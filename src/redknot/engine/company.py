@@ -1,0 +1,103 @@
+"""Those who decode: one batch for all, and one each for requests that must be exact."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from redknot.engine.messages import TokenInfo
+from redknot.engine.request import Choice
+from redknot.engine.sampling import pick_all
+from redknot.engine.step_clock import StepClock
+from redknot.execution.batch import DecodeBatch
+from redknot.execution.executor import Executor, Prefilled
+
+
+@dataclass(eq=False)
+class Company:
+    """All choices that decode. An exact one is alone in its step, as if nobody else were there."""
+
+    executor: Executor
+    max_choices: int
+    max_tokens: int
+    "Of one request, prompt and answer."
+    _shared: DecodeBatch = field(init=False)
+    _members: list[Choice] = field(default_factory=list, init=False)
+    "By their number in the shared batch."
+    _alone: dict[Choice, DecodeBatch] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._shared = DecodeBatch(self.executor, self.max_choices, self.max_tokens)
+
+    def __len__(self) -> int:
+        return len(self._members) + len(self._alone)
+
+    def add(self, choice: Choice, prefilled: Prefilled) -> None:
+        """Let ``choice`` decode from its last token on; ``prefilled`` holds those before."""
+        if choice.request.submit.exact:
+            batch = self._alone[choice] = DecodeBatch(self.executor, 1, self.max_tokens)
+            batch.add(prefilled)
+        else:
+            self._shared.add(prefilled)
+            self._members.append(choice)
+
+    def remove(self, choice: Choice) -> Prefilled | None:
+        """Take a choice out; None if it did not decode."""
+        alone = self._alone.pop(choice, None)
+        if alone is not None:
+            return alone.remove(0)
+        if choice not in self._members:
+            return None
+        number = self._members.index(choice)
+        self._members[number] = self._members[-1]
+        self._members.pop()
+        return self._shared.remove(number)
+
+    def growth(self, choice: Choice) -> int:
+        """Pages that the next token of ``choice`` needs at most."""
+        batch, number = self._place(choice)
+        cache, length = batch.requests[number].cache, batch.lengths[number]
+        return cache.num_rows if length >= cache.length else 0
+
+    def num_pages(self, choice: Choice) -> int:
+        """Pages that ``choice`` holds, shared ones included."""
+        batch, number = self._place(choice)
+        return batch.requests[number].cache.num_pages
+
+    def prefilled(self) -> list[Prefilled]:
+        """Prompts of all choices that decode."""
+        alone = [batch.requests[0] for batch in self._alone.values()]
+        return [*self._shared.requests, *alone]
+
+    def step(self, clock: StepClock) -> list[tuple[Choice, TokenInfo]]:
+        """One more token for everybody."""
+        found: list[tuple[Choice, TokenInfo]] = []
+        batches = [(self._shared, list(self._members))] if self._members else []
+        batches += [(batch, [choice]) for choice, batch in self._alone.items()]
+        for batch, members in batches:
+            with clock.model():
+                logits = batch.step([choice.tokens[-1] for choice in members])
+            with clock.sampling():
+                picked = pick_all([choice.picker for choice in members], logits)
+            found += zip(members, picked, strict=True)
+        return found
+
+    def replay(self, choice: Choice, prefilled: Prefilled) -> None:
+        """Put the K/V of the tokens that ``choice`` had chosen before it was preempted in place.
+
+        An exact one goes the way it went: token by token.
+        """
+        known = choice.tokens[:-1]
+        if not known:
+            return
+        if not choice.request.submit.exact:
+            self.executor.extend(prefilled, torch.tensor(known))
+            return
+        batch = DecodeBatch(self.executor, 1, self.max_tokens)
+        batch.add(prefilled)
+        for token in known:
+            batch.step([token])
+        batch.remove(0)
+
+    def _place(self, choice: Choice) -> tuple[DecodeBatch, int]:
+        alone = self._alone.get(choice)
+        return (alone, 0) if alone is not None else (self._shared, self._members.index(choice))

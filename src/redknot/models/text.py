@@ -1,0 +1,71 @@
+"""From tokens to text: whole characters, and nothing of a stop string."""
+
+from collections.abc import Iterator
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+
+class TextWriter:
+    """Turns tokens into whole characters and holds back what may become a stop string."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...] = (),
+        *,
+        end_token_ids: frozenset[int] = frozenset(),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """``end_token_ids`` end the text and are no part of it."""
+        self._tokenizer, self._ends = tokenizer, end_token_ids
+        self._stop = tuple(part for part in stop if part)
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._held = ""
+        self.text = ""
+        "What has been given out."
+        self.token_ids: list[int] = []
+        self.stopped = False
+        "By an end token or a stop string; add nothing more."
+
+    @property
+    def length(self) -> int:
+        """Characters so far, those held back included."""
+        return len(self.text) + len(self._held)
+
+    def add(self, token: int) -> Iterator[str]:
+        """Text that became certain with ``token``."""
+        self.token_ids.append(token)
+        if token in self._ends:
+            self.stopped = True
+            return
+        self._held += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        found = [at for part in self._stop if (at := self._held.find(part)) >= 0]
+        if found:
+            self._held = self._held[: min(found)]
+            self.stopped = True
+            return
+        certain = len(self._held) - self._may_begin_stop()
+        yield from self._emit(certain)
+
+    def flush(self) -> Iterator[str]:
+        """What was held back and turned out to be no stop string."""
+        yield from self._emit(len(self._held))
+
+    def _emit(self, count: int) -> Iterator[str]:
+        piece, self._held = self._held[:count], self._held[count:]
+        if piece:
+            self.text += piece
+            yield piece
+
+    def _may_begin_stop(self) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        return max(
+            (
+                size
+                for part in self._stop
+                for size in range(1, len(part))
+                if self._held.endswith(part[:size])
+            ),
+            default=0,
+        )

@@ -1,0 +1,253 @@
+"""From OpenAI messages and prompts to token ids, spans and the question."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from redknot.errors import InputError
+from redknot.segments import Document, Prompt, PromptTemplate, Span
+from redknot.segments.chat import (
+    adds_bos,
+    check_variables,
+    render_chat,
+    shared_start,
+    template_of,
+)
+from redknot.segments.chunking import ChunkSizes
+from redknot.segments.placing import NOWHERE, Encoded, Placed, Range, encode, place
+from redknot.segments.question import QuestionPlace
+from redknot.server.hints import Piece, Reader, TextPart
+from redknot.server.tools import ToolFormat
+
+__all__ = ["ChatMessage", "Renderer", "TextPart"]
+_HEADING = "---\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message; without parts its text is empty, which null content means too."""
+
+    role: str
+    parts: tuple[TextPart, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    "Further fields as OpenAI names them: name, tool_calls, tool_call_id, reasoning_content."
+
+
+class Renderer:
+    """Makes prompts of requests.
+
+    Spans are, if anything is marked, exactly the marked parts and the documents; else, if the user
+    sends several parts in a message, all of them but the one that asks, if they are long enough;
+    else chunks by content. Marks switch chunks off but for very long texts. The probe is the
+    user's last text outside of segments, its last tokens or, in front of the segments, its first.
+
+    Control tokens that are written out in a text ("<|im_end|>") become control tokens, as in
+    other engines and as `apply_chat_template` has it; no segment ever holds one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chunks: ChunkSizes = ChunkSizes(),
+        template: PromptTemplate = PromptTemplate(),
+    ) -> None:
+        self._tokenizer, self._chunks, self._template = tokenizer, chunks, template
+        self.anchor = shared_start(tokenizer)
+        "First tokens that every rendered prompt shares; canonical state is computed behind them."
+        self.smallest = chunks.smallest
+        "Fewest tokens of a segment that nobody marked; what is marked may have any length."
+        self.tool_format = ToolFormat.of(template_of(tokenizer, [{}]))
+        "How the model calls tools; None if it, or this server, cannot."
+        self._control = frozenset(tokenizer.all_special_ids) | {
+            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        self._bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+        self._heading = ""
+        self._heading = "" if self._same_ids_in_front() else _HEADING
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        documents: Sequence[Document] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        question: QuestionPlace = "auto",
+        segments: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The prompt of a conversation, ids as `apply_chat_template` gives them.
+
+        ``documents`` go to a template that knows them, else in front of the last message of the
+        user. ``variables`` are the client's own for the template (`chat_template_kwargs`).
+        `InputError` where the template refuses or a document is empty.
+        """
+        if tools and self.tool_format is None:
+            raise InputError("the model's chat template has no tool calls that could be read")
+        if not messages:
+            raise InputError("there are no messages")
+        check_variables(self._tokenizer, variables or {})
+        settings = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
+        texts = [self._template.of(document, n) for n, document in enumerate(documents, 1)]
+        found: list[Range] = []
+        if documents and _knows_documents(template_of(self._tokenizer, tools)):
+            placed = self._place(messages, settings, documents)
+            found = _documents_in(placed, len(messages), len(documents))
+        if not found or NOWHERE in found:
+            found = []
+            parts = [
+                TextPart(text, True, document.title)
+                for text, document in zip(texts, documents, strict=True)
+            ]
+            messages = self._in_front(messages, parts) if parts else messages
+            placed = self._place(messages, settings)
+        encoded = encode(self._tokenizer, placed.text)
+        if not len(encoded):
+            raise InputError("the prompt is empty")
+        given = [
+            Span(*encoded.inside(characters), document.title)
+            for characters, document in zip(found, documents if found else (), strict=True)
+        ]
+        return self._read(encoded, _pieces(messages, placed, encoded), given, question, segments)
+
+    def completion(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        question: QuestionPlace = "auto",
+        segments: bool = True,
+    ) -> Prompt:
+        """The prompt of a text, with the BOS that the tokenizer adds, or of ids as they are."""
+        if isinstance(prompt, str):
+            encoded = encode(self._tokenizer, prompt)
+            bos = [] if encoded.token_ids[:1].tolist() == self._bos else self._bos
+            ids = torch.tensor([*bos, *encoded.token_ids.tolist()], dtype=torch.int64)
+            offsets = [NOWHERE] * len(bos) + encoded.offsets
+            encoded, start = Encoded(prompt, ids, offsets), len(bos)
+        else:
+            encoded, start = self._decoded(prompt), 0
+        if len(encoded) == start:
+            raise InputError("the prompt is empty")
+        piece = Piece(0, "user", TextPart(encoded.text), (start, len(encoded)))
+        return self._read(encoded, [piece], [], question, segments)
+
+    def segment(self, text: str, title: str = "") -> Int[Tensor, "token"]:
+        """Ids of a document as they stand in any prompt that has it in ``documents``."""
+        user = ChatMessage("user", (TextPart("?"),))
+        prompt = self.chat([user], documents=[Document(text, title)])
+        if len(prompt.spans) != 1:
+            raise InputError("the text holds control tokens, or the chat template changes it")
+        return prompt.token_ids[prompt.spans[0].start : prompt.spans[0].stop]
+
+    def _place(
+        self,
+        messages: Sequence[ChatMessage],
+        settings: Mapping[str, Any],
+        documents: Sequence[Document] = (),
+    ) -> Placed:
+        """Render; the texts are those of the messages, then title and text of each document."""
+        extras = [self._extra(message) for message in messages]
+        contents = ["".join(part.text for part in message.parts) for message in messages]
+        handed = [text for one in documents for text in (one.title, one.text.strip())]
+
+        def render(texts: Sequence[str]) -> str:
+            rows = [
+                {**extra, "role": message.role, "content": text}
+                for message, text, extra in zip(messages, texts, extras, strict=False)
+            ]
+            rest = texts[len(messages) :]
+            pairs = [{"title": a, "text": b} for a, b in zip(rest[::2], rest[1::2], strict=True)]
+            variables = {**settings, "documents": pairs} if pairs else settings
+            return render_chat(self._tokenizer, rows, variables)
+
+        return place([*contents, *handed], render)
+
+    def _extra(self, message: ChatMessage) -> dict[str, Any]:
+        if self.tool_format is None:
+            return dict(message.extra)
+        return self.tool_format.for_template(message.extra)
+
+    def _in_front(
+        self, messages: Sequence[ChatMessage], documents: list[TextPart]
+    ) -> list[ChatMessage]:
+        """``documents`` before the user's last words, whose leading blanks would join them."""
+        users = [index for index, message in enumerate(messages) if message.role == "user"]
+        if not users:
+            raise InputError("documents need a message of the user")
+        parts = list(messages[users[-1]].parts)
+        while parts and not parts[0].text.strip():
+            del parts[0]
+        if parts:
+            parts[0] = replace(parts[0], text=parts[0].text.lstrip())
+        heading = [TextPart(self._heading, False)] if self._heading else []
+        changed = list(messages)
+        changed[users[-1]] = replace(messages[users[-1]], parts=(*heading, *documents, *parts))
+        return changed
+
+    def _same_ids_in_front(self) -> bool:
+        """Whether a document has the same ids directly behind the head of the user's message."""
+        user = ChatMessage("user", (TextPart("?"),))
+        try:
+            prompt = self.chat([user], documents=[Document("x", "x")] * 2)
+        except InputError:  # a template that does not take a single message
+            return True
+        ids = [prompt.token_ids[span.start : span.stop].tolist() for span in prompt.spans]
+        return all(one == ids[0] for one in ids)
+
+    def _read(
+        self,
+        encoded: Encoded,
+        pieces: Sequence[Piece],
+        given: Sequence[Span],
+        place: QuestionPlace,
+        segments: bool,
+    ) -> Prompt:
+        reader = Reader(encoded, pieces, given, self._chunks, place, self._control)
+        spans, probe = reader.read()
+        return Prompt(encoded.token_ids, spans if segments else (), probe)
+
+    def _decoded(self, token_ids: Sequence[int]) -> Encoded:
+        """Ids of a client's making; their text serves to find blank lines and questions."""
+        wrong = [token for token in token_ids if not 0 <= token < len(self._tokenizer)]
+        if wrong:
+            raise InputError(f"token {wrong[0]} is none of the model's {len(self._tokenizer)}")
+        different = list(dict.fromkeys(token_ids))
+        decoded = self._tokenizer.batch_decode([[token] for token in different])
+        texts = dict(zip(different, decoded, strict=True))
+        ends = list(accumulate((len(texts[token]) for token in token_ids), initial=0))
+        text = "".join(texts[token] for token in token_ids)
+        return Encoded(text, torch.tensor(token_ids, dtype=torch.int64), list(pairwise(ends)))
+
+
+def _knows_documents(template: str | None) -> bool:
+    return template is not None and re.search(r"\bdocuments\b", template) is not None
+
+
+def _documents_in(placed: Placed, first: int, count: int) -> list[Range]:
+    """Where each document stands with its title, as the template has placed them."""
+    found = []
+    for index in range(first, first + 2 * count, 2):
+        title, text = placed.characters(index), placed.characters(index + 1)
+        together = NOWHERE not in (title, text) and title[1] <= text[0]
+        found.append((title[0], text[1]) if together else text)
+    return found
+
+
+def _pieces(messages: Sequence[ChatMessage], placed: Placed, encoded: Encoded) -> list[Piece]:
+    """The parts of the messages that own tokens."""
+    pieces = []
+    for index, message in enumerate(messages):
+        start = 0
+        for part in message.parts:
+            stop = start + len(part.text)
+            tokens = encoded.inside(placed.characters(index, start, stop))
+            if tokens != NOWHERE:
+                pieces.append(Piece(index, message.role, part, tokens))
+            start = stop
+    return sorted(pieces, key=lambda piece: piece.tokens)

@@ -1,0 +1,1 @@
+"""What clients may send: every field that is known, and nothing else."""

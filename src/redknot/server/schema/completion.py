@@ -1,0 +1,34 @@
+"""The body of /v1/completions."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from redknot.server.schema.common import Common, Only, TokenId
+
+MAX_PROMPTS = 32
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(Common):
+    """Texts to be continued."""
+
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: int | None = None
+    suffix: Annotated[Any, Only()] = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry for each prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [part for part in self.prompt if not isinstance(part, int)]

@@ -1,0 +1,117 @@
+"""Calls of tools in answers: free, forced, and none."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from tests.server.asked import CHAT, answer, body, chunks, error_of
+from tests.server.conftest import Opened
+from tests.server.scripted import ScriptedEngine
+from tests.server.templates import HERMES, bytes_with
+
+pytestmark = pytest.mark.anyio
+both = pytest.mark.parametrize("stream", [True, False])
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
+}
+NAMED = {"type": "function", "function": {"name": "look_up"}}
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"city": "Žatec"}}\n</tool_call>'
+
+
+@pytest.fixture
+def caller(opened: Opened) -> httpx.AsyncClient:
+    """A client of a model that can call tools."""
+    return opened(tokenizer=bytes_with(HERMES))
+
+
+async def called(
+    client: httpx.AsyncClient, stream: bool, **fields: Any
+) -> tuple[str | None, list[dict[str, Any]], str]:
+    """Content, calls and finish reason of an answer."""
+    if not stream:
+        choice = (await answer(client, CHAT, tools=[TOOL], **fields))["choices"][0]
+        message = choice["message"]
+        return message["content"], message.get("tool_calls", []), choice["finish_reason"]
+    found = await chunks(client, CHAT, tools=[TOOL], **fields)
+    deltas = [chunk["choices"][0]["delta"] for chunk in found]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call.pop("index") for call in calls] == list(range(len(calls)))
+    content = "".join(delta.get("content") or "" for delta in deltas) or None
+    return content, calls, found[-1]["choices"][0]["finish_reason"]
+
+
+@both
+async def test_calls_are_told_from_content(
+    caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.text = f"Let me see.{CALL}{CALL}"
+    content, calls, reason = await called(caller, stream)
+    assert (content, reason) == ("Let me see.", "tool_calls")
+    assert [call["type"] for call in calls] == ["function"] * 2
+    assert len({call["id"] for call in calls}) == 2
+    arguments = [json.loads(call["function"]["arguments"]) for call in calls]
+    assert arguments == [{"city": "Žatec"}] * 2
+
+
+@both
+async def test_one_call_at_most_where_no_more_are_wanted(
+    caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.text = f"{CALL}\n{CALL}"
+    content, calls, reason = await called(caller, stream, parallel_tool_calls=False)
+    assert (content, len(calls), reason) == (None, 1, "tool_calls")
+
+
+@both
+async def test_an_answer_without_a_call_is_an_answer(
+    caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    content, calls, reason = await called(caller, stream)
+    assert (content, calls, reason) == (engine.text, [], "stop")
+
+
+@both
+async def test_without_a_choice_of_tools_text_stays_text(
+    caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.text = CALL
+    content, calls, _ = await called(caller, stream, tool_choice="none")
+    assert (content, calls) == (CALL, [])
+
+
+@both
+async def test_a_named_tool_is_called(
+    caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.text = '{"city": "Žatec"}'
+    content, calls, reason = await called(caller, stream, tool_choice=NAMED)
+    assert (content, reason) == (None, "tool_calls")
+    (call,) = calls
+    assert call["function"] == {"name": "look_up", "arguments": engine.text}
+    grammar = engine.submitted[-1].sampling.grammar
+    assert json.loads(grammar.schema) == TOOL["function"]["parameters"]
+
+
+@both
+async def test_some_tool_is_called(
+    caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.text = '{"name": "look_up", "arguments": {"a": 1}}'
+    _, calls, _ = await called(caller, stream, tool_choice="required")
+    assert [call["function"] for call in calls] == [{"name": "look_up", "arguments": '{"a": 1}'}]
+
+
+async def test_an_unknown_tool_is_refused(caller: httpx.AsyncClient) -> None:
+    choice = {"type": "function", "function": {"name": "other"}}
+    request = body(CHAT, tools=[TOOL], tool_choice=choice)
+    assert error_of(await caller.post(CHAT, json=request), 400)["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "required", NAMED])
+async def test_tools_need_a_template_that_knows_them(
+    client: httpx.AsyncClient, choice: Any
+) -> None:
+    request = body(CHAT, tools=[TOOL], tool_choice=choice)
+    assert error_of(await client.post(CHAT, json=request), 400)["param"] == "tools"

@@ -1,0 +1,173 @@
+"""Tool calls are found in every format and cut of a stream, and nothing else is lost."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from tests.server.templates import PLAIN, TOOLS
+
+from redknot.server.tools import ToolCall, ToolFormat, ToolParser
+
+ONE = '{"name": "find", "arguments": {"text": "a } \\" </tool_call> { é", "n": [1, {"m": null}]}}'
+ARGUMENTS = json.loads(ONE)["arguments"]
+TWO = '{"name": "stop", "arguments": {}}'
+LLAMA = ONE.replace("arguments", "parameters")
+CALLS = {
+    "hermes": ("hermes", f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>\n"),
+    "mistral list": ("mistral", f"[TOOL_CALLS] [{ONE}, {TWO}]"),
+    "mistral names": (
+        "mistral",
+        f"[TOOL_CALLS]find[ARGS]{json.dumps(ARGUMENTS)}[TOOL_CALLS] stop[CALL_ID]abc12[ARGS]{{}}",
+    ),
+    "llama": ("llama", f"{LLAMA}; {TWO}"),
+    "llama lines": ("llama", f"\n{LLAMA}\n{TWO}\n"),
+    "llama tag": ("llama", f"<|python_tag|>{LLAMA};{TWO}"),
+}
+KINDS = ["hermes", "mistral", "llama"]
+
+
+def parse(kind: Any, pieces: list[str]) -> list[str | ToolCall]:
+    """What the pieces give, neighbouring content joined."""
+    parser = ToolParser(ToolFormat(kind))
+    out: list[str | ToolCall] = []
+    for one in [*(one for piece in pieces for one in parser.feed(piece)), *parser.finish()]:
+        if isinstance(one, str) and out and isinstance(out[-1], str):
+            out[-1] += one
+        else:
+            out.append(one)
+    assert parser.finish() == []
+    return out
+
+
+def said(out: list[str | ToolCall]) -> list[Any]:
+    return [one if isinstance(one, str) else (one.name, json.loads(one.arguments)) for one in out]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_found(name: str) -> None:
+    kind, text = CALLS[name]
+    out = parse(kind, [text])
+    assert said(out) == [("find", ARGUMENTS), ("stop", {})]
+    ids = [one.id for one in out if isinstance(one, ToolCall)]
+    assert len(set(ids)) == 2
+    assert all(one.startswith("call_") for one in ids)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral list", "mistral names", "llama tag"])
+def test_content_before_a_call_comes_at_once_and_behind_it_too(name: str) -> None:
+    kind, text = CALLS[name]
+    parser = ToolParser(ToolFormat(kind))
+    assert parser.feed("Let me see") == ["Let me see"]
+    assert parser.feed(": < {") == [": < {"]
+    assert said(parser.feed(text) + parser.feed(" and so on")) == [
+        ("find", ARGUMENTS),
+        ("stop", {}),
+        "and so on",
+    ]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_told_as_soon_as_it_is_complete(name: str) -> None:
+    kind, text = CALLS[name]
+    parser = ToolParser(ToolFormat(kind))
+    at = []
+    for number, char in enumerate(text):
+        at += [number] * len(parser.feed(char))
+    assert len(at) == 2
+    assert at[0] < text.index("stop") < at[1]
+    assert text[at[0]] == text[at[1]] == "}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain text",
+        "",
+        "  \n",
+        "a < b <tool and [TOOL or <|py",
+        '{"answer": 1}',
+        '{"name": "no arguments"}',
+        "{not json}",
+        '{"name": 5, "parameters": {}}',
+        '{"name": "", "parameters": {}}',
+        '{"name": "f", "parameters": [1]}',
+        '{"name": "f", "parameters": {"x": NaN}}',
+        '{"name": "open',
+        "{" * 5000,
+    ],
+)
+def test_what_is_no_call_is_content_with_and_without_the_marker(kind: Any, text: str) -> None:
+    assert "".join(map(str, said(parse(kind, [text])))) == text
+    opening = ToolFormat(kind).marker + ("[" if kind == "mistral" else "")
+    for whole in (opening + text, "x" + opening + text + "</tool_call>]"):
+        if kind == "llama" or "no arguments" not in text:  # else they may be left out
+            assert said(parse(kind, [whole])) == [whole]
+
+
+def test_a_call_behind_a_broken_one_is_found() -> None:
+    assert said(parse("hermes", [f"<tool_call>{{x}}</tool_call><tool_call>{TWO}</tool_call>"])) == [
+        "<tool_call>{x}</tool_call>",
+        ("stop", {}),
+    ]
+    unended = f'<tool_call>{{"name": "<tool_call>{TWO}</tool_call>'
+    assert said(parse("hermes", [unended]))[-1] == ("stop", {})
+    assert said(parse("mistral", [f"[TOOL_CALLS][{TWO}, {{x}}]"])) == [("stop", {}), ", {x}]"]
+
+
+def test_arguments_may_be_text_and_a_closing_tag_may_be_missing() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}'
+    assert said(parse("hermes", [text])) == [("f", {"x": 1})]
+    assert said(parse("hermes", ['<tool_call>{"name": "f"}</tool'])) == [("f", {}), "</tool"]
+
+
+SNIPPETS = [
+    *(text for _, text in CALLS.values()),
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
+    *("[", "]", "{", "}", ",", ";", '"', "\\", " ", "\n", "name", "hello", TWO, "{x}", "n" * 130),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(SNIPPETS), max_size=8), st.data())
+def test_a_stream_in_any_cuts_gives_what_the_whole_gives(
+    kind: Any, snippets: list[str], data: st.DataObject
+) -> None:
+    text = "".join(snippets)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=9)))
+    edges = [0, *cuts, len(text)]
+    pieces = [text[a:b] for a, b in pairwise(edges)]
+    whole = said(parse(kind, [text]))
+    assert said(parse(kind, pieces)) == whole
+    assert said(parse(kind, list(text))) == whole
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_the_format_is_read_off_the_template(kind: str) -> None:
+    assert ToolFormat.of(TOOLS[kind]) == ToolFormat(kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, *PLAIN.values(), "{{ tools | tojson }}", "{{ tools }}<tool_call>\n<function=name>"],
+)
+def test_templates_without_tools_or_with_unknown_calls_have_no_format(template: str | None) -> None:
+    assert ToolFormat.of(template) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_are_given_to_templates_as_they_want_them(kind: Any) -> None:
+    function = {"name": "f", "arguments": '{"x": [1]}'}
+    fields = {"tool_calls": [{"id": "call_1", "function": function}], "tool_call_id": "call_1"}
+    made = ToolFormat(kind).for_template({**fields, "name": "n"})
+    assert made["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": [1]}}
+    assert made["tool_calls"][0]["id"] == made["tool_call_id"]
+    assert (len(made["tool_call_id"]) == 9) == (kind == "mistral")
+    assert made["name"] == "n"
+    assert function["arguments"] == '{"x": [1]}'
+    broken = {"tool_calls": [{"function": {"name": "f", "arguments": "not json"}}]}
+    assert ToolFormat(kind).for_template(broken) == broken
