@@ -92,6 +92,7 @@ def test_everything_goes_back_when_a_prompt_is_dropped() -> None:
     forked = prefilled[0].fork()
     assert executor.storage.pool.num_used > 0
     del prefilled
+    session.beginnings.forget()
     assert executor.storage.num_bytes_used == forked.cache.num_bytes
     del forked
     assert executor.storage.pool.num_used == 0

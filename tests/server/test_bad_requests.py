@@ -91,7 +91,8 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN)
 async def test_a_broken_body_is_400(http: httpx.AsyncClient, url: str, kind: str) -> None:
     """SV-07."""
-    error_of(await http.post(url, content=BROKEN[kind], headers=JSON), 400)
+    error = error_of(await http.post(url, content=BROKEN[kind], headers=JSON), 400)
+    assert error["code"] == "invalid_json"
 
 
 CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [

@@ -21,6 +21,8 @@ async def samples(client: httpx.AsyncClient) -> Samples:
     """All samples but the model's name; the text must be what Prometheus reads."""
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    types = [line.split()[2] for line in response.text.splitlines() if line.startswith("# TYPE")]
+    assert len(set(types)) == len(types)
     found: Samples = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:

@@ -37,6 +37,7 @@ WRONG = [
     "Bearer ",
     "Bearer wrong-key",
     f"Basic {KEYS[0]}",
+    f"Bearer:{KEYS[0]}",
     KEYS[0],
     "Bearer first-key-",
 ]

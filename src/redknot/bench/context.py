@@ -39,10 +39,13 @@ class Bench:
         host: bool = False,
         verify: bool = False,
         num_pages: int | None = None,
+        chunk_tokens: int | None = None,
+        beginnings_bytes: int = 1 << 30,
     ) -> "Bench":
         """Over ``model``, with segments in ``host`` memory or where they were built."""
         store = MemoryStore(ENDLESS, verify=verify, place="host" if host else "as built")
-        session = Session(model, store=store, settings=ExecutionSettings(num_pages=num_pages))
+        settings = ExecutionSettings(num_pages=num_pages, chunk_tokens=chunk_tokens)
+        session = Session(model, store=store, settings=settings, beginnings_bytes=beginnings_bytes)
         rate = matmul_rate(model.adapter.device, model.adapter.dtype)
         return cls(session, store, maps, rate)
 

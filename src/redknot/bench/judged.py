@@ -7,6 +7,7 @@ from redknot.bench.records import (
     BreakdownReport,
     CapacityReport,
     DecodeReport,
+    TrafficReport,
     TtftLength,
     TtftReport,
     TtftRow,
@@ -59,6 +60,14 @@ def judge_capacity(report: CapacityReport, reports: FidelityReports) -> Capacity
     ]
     notes = list(dict.fromkeys([*report.notes, CAPACITY_NOTE]))
     return msgspec.structs.replace(report, rows=rows, notes=notes)
+
+
+def judge_traffic(report: TrafficReport, reports: FidelityReports) -> TrafficReport:
+    """The same with the fidelity of every row."""
+    rows = [
+        msgspec.structs.replace(row, fidelity=reports.of(_named(row.name))) for row in report.rows
+    ]
+    return msgspec.structs.replace(report, rows=rows)
 
 
 def _of_ttft_row(row: TtftRow, reports: FidelityReports) -> dict[str, Fidelity | None]:

@@ -14,6 +14,7 @@ from redknot.bench.records import (
     CapacityReport,
     DecodeReport,
     Report,
+    TrafficReport,
     TtftReport,
 )
 from redknot.errors import InputError
@@ -43,12 +44,15 @@ KINDS: dict[type[Report], Kind[Any]] = {
     CapacityReport: Kind(
         judged.judge_capacity, rows.capacity_rows, tables.CAPACITY, pictures.capacity_picture
     ),
+    TrafficReport: Kind(
+        judged.judge_traffic, rows.traffic_rows, tables.TRAFFIC, pictures.traffic_picture
+    ),
 }
 
 
 def read_report(path: Path) -> Report:
     """A report that `redknot bench` wrote; `InputError` for any other file."""
-    kinds = TtftReport | BreakdownReport | DecodeReport | CapacityReport
+    kinds = TtftReport | BreakdownReport | DecodeReport | CapacityReport | TrafficReport
     try:
         found: Report = msgspec.json.decode(path.read_bytes(), type=kinds)
     except OSError as error:

@@ -11,6 +11,7 @@ from redknot.bench.records import (
     DecodeReport,
     Report,
     Spread,
+    TrafficReport,
     TtftReport,
 )
 
@@ -81,6 +82,17 @@ def capacity_picture(report: CapacityReport, path: Path) -> None:
         other.set(xlabel="tokens per second of all residents (lower bars)")
 
     _save(path, draw)
+
+
+def traffic_picture(report: TrafficReport, path: Path) -> None:
+    """Seconds to the first token over clients, a line a setting."""
+    points = [
+        (row.name, float(row.clients), row.ttft_seconds)
+        for row in report.rows
+        if row.ttft_seconds is not None
+    ]
+    title = _title(report, f"{report.tokens} tokens")
+    _lines(path, title, points, ("clients", "seconds to first token"))
 
 
 def _lines(path: Path, title: str, points: Iterable[Point], labels: tuple[str, str]) -> None:

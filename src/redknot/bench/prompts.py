@@ -77,6 +77,10 @@ class Tokens:
         index = torch.randint(len(self._ordinary), (count,), generator=self._generator)
         return self._ordinary[index].tolist()
 
+    def permutation(self, count: int) -> list[int]:
+        """The next random order of so many things."""
+        return torch.randperm(count, generator=self._generator).tolist()
+
     def prefix(self, count: int) -> list[int]:
         """The anchor, which stored state asks for, and random ids."""
         return self._anchor + self.draw(count - len(self._anchor))
@@ -88,6 +92,5 @@ class Tokens:
 
     def around(self, segments: list[list[int]], shape: PromptShape) -> Request:
         """Known ``segments`` in the next random order between a new prefix and a new question."""
-        order = torch.randperm(len(segments), generator=self._generator).tolist()
-        shuffled = [segments[place] for place in order]
+        shuffled = [segments[place] for place in self.permutation(len(segments))]
         return Request.of(self.prefix(shape.prefix), shuffled, self.draw(shape.question))

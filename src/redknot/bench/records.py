@@ -197,6 +197,46 @@ class CapacityRow(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: dict[str, Fidelity | None] = {}
 
 
+class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting under the load of some number of clients."""
+
+    name: str
+    share: float | None
+    "Of global groups."
+    clients: int
+    skipped: str | None = None
+    requests: int = 0
+    seconds: float | None = None
+    "From the first request to the last token."
+    requests_per_second: float | None = None
+    tokens_per_second: float | None = None
+    "New tokens of all requests."
+    ttft_seconds: Spread | None = None
+    "Median, 5 and 95 per cent; waiting included."
+    token_seconds: Spread | None = None
+    "Between two tokens of a request: median, 5 and 95 per cent."
+    cached_share: float | None = None
+    "Of prompt tokens, by the share of layers that were not computed."
+    preemptions: int | None = None
+    ttft_ratio: float | None = None
+    "Dense's median over this one's, at as many clients."
+    tokens_per_second_ratio: float | None = None
+    "To dense's."
+    fidelity: dict[str, Fidelity | None] = {}
+
+
+class TrafficReport(Report, frozen=True, kw_only=True, tag="traffic"):
+    """Many clients of one engine."""
+
+    tokens: int
+    new_tokens: int
+    num_pages: int
+    page_bytes: int
+    build_seconds: float
+    "For the state of all documents."
+    rows: list[TrafficRow]
+
+
 class CapacityReport(Report, frozen=True, kw_only=True, tag="capacity"):
     """Residents of one pool."""
 

@@ -9,6 +9,7 @@ from redknot.bench.records import (
     CapacityReport,
     DecodeReport,
     Spread,
+    TrafficReport,
     TtftReport,
     TtftRow,
 )
@@ -105,6 +106,31 @@ def capacity_rows(report: CapacityReport) -> Iterator[Flat]:
             "peak_bytes": row.peak_bytes,
             "pages_left": row.pages_left,
             "stopped_by": row.stopped_by,
+            **_fidelity(row.fidelity),
+        }
+
+
+def traffic_rows(report: TrafficReport) -> Iterator[Flat]:
+    """One for each number of clients and setting."""
+    for row in report.rows:
+        yield {
+            "model": report.model,
+            "tokens": report.tokens,
+            "new_tokens": report.new_tokens,
+            "clients": row.clients,
+            "name": row.name,
+            "share": row.share,
+            "skipped": row.skipped,
+            "requests": row.requests,
+            "seconds": row.seconds,
+            "requests_per_second": row.requests_per_second,
+            "tokens_per_second": row.tokens_per_second,
+            "tokens_per_second_ratio": row.tokens_per_second_ratio,
+            **spread("ttft_seconds", row.ttft_seconds, "p5", "p95"),
+            "ttft_ratio": row.ttft_ratio,
+            **spread("token_seconds", row.token_seconds, "p5", "p95"),
+            "cached_share": row.cached_share,
+            "preemptions": row.preemptions,
             **_fidelity(row.fidelity),
         }
 

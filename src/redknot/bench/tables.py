@@ -62,6 +62,20 @@ CAPACITY: Columns = {
     "left": ("pages_left", 0),
     "peak bytes": ("peak_bytes", 0),
 }
+TRAFFIC: Columns = {
+    "clients": ("clients", 0),
+    "setting": ("name", 0),
+    "requests/s": ("requests_per_second", 2),
+    "tokens/s": ("tokens_per_second", 1),
+    "to dense": ("tokens_per_second_ratio", 2),
+    "TTFT s": ("ttft_seconds", 3),
+    "95 %": ("ttft_seconds_p95", 3),
+    "sooner": ("ttft_ratio", 2),
+    "token s": ("token_seconds", 4),
+    "95 % ": ("token_seconds_p95", 4),
+    "cached": ("cached_share", 3),
+    "preempted": ("preemptions", 0),
+}
 WORDS = ("name", "part", "ran")
 EXTRAPOLATED = "* extrapolated: times all layers over those that were loaded, nothing else changed"
 

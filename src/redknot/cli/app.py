@@ -14,7 +14,6 @@ from redknot.cli.eval import eval_
 from redknot.cli.generate import generate
 from redknot.cli.inspect import inspect
 from redknot.cli.profile import profile_
-from redknot.cli.serve import serve
 from redknot.errors import InputError
 
 app = App(
@@ -30,7 +29,11 @@ app.command(eval_, name="eval")
 app.command(profile_, name="profile")
 app.command(inspect)
 app.command(bench)
-app.command(serve)
+app.command(  # needs a web framework: imported when asked for
+    "redknot.cli.serve:serve",
+    name="serve",
+    help="Serve a model over HTTP as OpenAI's API does.",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

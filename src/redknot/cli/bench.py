@@ -10,6 +10,7 @@ from cyclopts import App
 from redknot.bench import capacity as capacity_bench
 from redknot.bench import decode as decode_bench
 from redknot.bench import records
+from redknot.bench import traffic as traffic_bench
 from redknot.bench.breakdown import breakdown
 from redknot.bench.context import Bench
 from redknot.bench.dense_attention import parse_peers
@@ -20,7 +21,9 @@ from redknot.bench.setting import as_share, parse_settings
 from redknot.bench.ttft import TtftSettings, shapes_of, ttft
 from redknot.cli.options import Flat
 from redknot.cli.show import Reporting, show
+from redknot.engine.setup import CHUNK_TOKENS
 from redknot.errors import InputError
+from redknot.execution.cache import page_storage
 from redknot.execution.planner import Planner
 from redknot.models import LoadedModel, load_model
 from redknot.models.loading import LoadOptions
@@ -231,6 +234,56 @@ def capacity_(
         rows=[],
     )
     for row in capacity_bench.capacity(opened, shape, settings, how.new_tokens):
+        report.rows.append(row)
+        out.write(report, reports)
+    out.finish(report, reports)
+
+
+@bench.command(name="traffic")
+def traffic_(
+    model: str,
+    *,
+    tokens: int,
+    clients: str = "1,8,32",
+    settings: str = SETTINGS,
+    how: Annotated[traffic_bench.TrafficSettings, Flat] = traffic_bench.TrafficSettings(),
+    maps: Annotated[MapSettings, Flat] = MapSettings(),
+    load: Annotated[LoadOptions, Flat] = LoadOptions(),
+    out: Annotated[Measuring, Flat] = Measuring(),
+) -> None:
+    """Throughput and time to first token of the engine under load: dense and each setting.
+
+    Parameters
+    ----------
+    model
+        `embedded`, a folder, a GGUF file, a hub name or a shape that ships.
+    tokens
+        Prompt length of each request.
+    clients
+        Comma-separated numbers of clients, each with one request at a time.
+    settings
+        As for `bench ttft`.
+    """
+    reports, chosen, counts = out.open(), parse_settings(settings), numbers(clients, "--clients")
+    loaded = load_model(model, load)
+    pages = capacity_bench.pool_pages(loaded.adapter, how.pool_gib, how.reserve_gib)
+    chunk = CHUNK_TOKENS[loaded.adapter.device.type]
+    kept = pages * page_storage(loaded.adapter).page_bytes // 2
+    opened = Bench.open(loaded, maps, num_pages=pages, chunk_tokens=chunk, beginnings_bytes=kept)
+    shapes_of(opened, [tokens + how.new_tokens], how.segment_tokens)  # they fit the context too
+    (shape,) = shapes_of(opened, [tokens], how.segment_tokens)
+    documents = traffic_bench.Documents.of(opened, shape, how.documents)
+    report = records.TrafficReport(
+        **out.head(loaded, how, maps, load),
+        notes=[traffic_bench.NOTE],
+        tokens=tokens,
+        new_tokens=how.new_tokens,
+        num_pages=pages,
+        page_bytes=opened.session.executor.storage.page_bytes,
+        build_seconds=opened.build(documents.as_request()),
+        rows=[],
+    )
+    for row in traffic_bench.traffic(opened, shape, chosen, counts, how):
         report.rows.append(row)
         out.write(report, reports)
     out.finish(report, reports)

@@ -57,7 +57,7 @@ def show(report: Path, *, out: Annotated[Reporting, Flat] = Reporting()) -> None
     Parameters
     ----------
     report
-        What `redknot bench ttft`, `breakdown`, `decode` or `capacity` wrote with `--json`.
+        What `redknot bench` wrote with `--json`.
     """
     reports = out.open()
     found = read_report(report)

@@ -19,6 +19,7 @@ from redknot.engine.messages import (
     SegmentQuery,
     Segments,
 )
+from redknot.engine.opening import UNCHANGED
 from redknot.engine.request import Request
 from redknot.engine.scheduler import Job, NeverFits, QueueFull, Scheduler
 from redknot.engine.shadow import ShadowMonitor
@@ -114,7 +115,7 @@ class Background:
         asked = ShadowSide(request.asked, known, self.head_map)
         spec = request.submit.sampling
         greedy = spec.temperature == 0 and spec.grammar is None
-        answered_dense = request.policy == Dense()
+        answered_dense = request.policy in UNCHANGED
         sides = (asked if answered_dense else dense,) if greedy else (dense, asked)
 
         def start() -> Turns[object]:

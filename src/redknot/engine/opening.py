@@ -8,7 +8,10 @@ from redknot.execution.planner import Decision, Planner
 from redknot.execution.session import Known, Session
 from redknot.heads import HeadMap
 from redknot.recovery import Policy
-from redknot.recovery.policies import Dense
+from redknot.recovery.policies import Dense, Prefix
+
+UNCHANGED = (Dense(), Prefix())
+"Policies that compute what the unmodified model does."
 
 
 @dataclass(eq=False)
@@ -47,7 +50,7 @@ class Opening:
 
     def chain(self, policy: Policy) -> str:
         """What distinguishes the state that ``policy`` makes; empty where it is dense's."""
-        return "" if policy == Dense() else f"{policy.describe()} {self.map_digest}"
+        return "" if policy in UNCHANGED else f"{policy.describe()} {self.map_digest}"
 
     def _decide(self, request: Request, fallback: str) -> tuple[Known, Decision]:
         prompt, salt, asked = request.prompt, request.submit.salt, request.asked
@@ -55,12 +58,12 @@ class Opening:
         if request.submit.exact:
             return replace(exact, beginning=None), Decision(Dense(), "exact")
         if fallback:
-            return exact, Decision(Dense(), fallback)
+            return exact, Decision(Prefix(), fallback)
         known = self._with_derived(request, exact)
         if not self.planned:
             return known, Decision(asked, "asked for, without planning")
         decision = self.planner.decide(known.layout, asked, self.head_map, exact.layout)
-        return (exact if decision.policy == Dense() else known), decision
+        return (exact if decision.policy in UNCHANGED else known), decision
 
     def _with_derived(self, request: Request, exact: Known) -> Known:
         """What an earlier turn of the same chat has left, if that is more than what is exact.

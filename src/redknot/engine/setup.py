@@ -29,7 +29,7 @@ from redknot.heads.shipped import shipped_map
 from redknot.models import Adapter, LoadedModel, load_model
 from redknot.models.loading import LoadOptions
 from redknot.recovery import Policy
-from redknot.recovery.policies import parse_policy
+from redknot.recovery.policies import Prefix, parse_policy
 from redknot.segments import MemoryStore
 from redknot.segments.question import MAX_PROBE_TOKENS
 
@@ -78,7 +78,7 @@ def build_engine(
 ) -> Engine:
     """The parts of an engine over ``session``, whose pool must be of fixed size."""
     executor, model = session.executor, session.model
-    planner = Planner(executor)
+    planner = Planner(executor, instead=Prefix())
     planner.calibrate()
     vocabulary = model.hf.config.vocab_size
     context = min(model.adapter.context_length, tokens_that_fit(executor, MAX_PROBE_TOKENS))

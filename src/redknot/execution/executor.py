@@ -158,8 +158,8 @@ class Executor:
     ) -> Prefilled:
         """From token ids and known state to the first token's logits.
 
-        ``beginning`` holds the tokens that ``lookup`` calls exact, and maybe more; without it they
-        are computed. A ``clock`` of the caller's goes on with the stages of this call.
+        ``beginning`` holds the tokens that ``lookup`` calls exact, and maybe more; without it, or
+        where its pages were given back meanwhile, they are computed. A ``clock`` of the caller's goes on with the stages of this call.
         """
         turns = self.prefilling(
             token_ids, lookup, policy, head_map, beginning=beginning, clock=clock
@@ -181,7 +181,7 @@ class Executor:
         if policy.needs_head_map and head_map is None:
             raise ValueError(f"policy {policy.name} needs a head map")
         layout = policy.view(lookup.layout)
-        if beginning is None:
+        if beginning is None or beginning.length < layout.exact:  # it was let go of meanwhile
             layout = layout.limited(exact=0, segments=True)
         sight = Visibility.of(self.shapes, layout.context_end, head_map, policy.windows)
         clock = clock or Clock(self.adapter.device)

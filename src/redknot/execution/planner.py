@@ -42,8 +42,9 @@ class Decision:
 class Planner:
     """Decides for one executor; calibrates at the first decision, or when told to."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor, instead: Policy = Dense()) -> None:
+        """``instead`` runs where a policy would lose: dense, or prefix where prompts share pages."""
+        self._executor, self._instead = executor, instead
         self._rates: Rates | None = None
         self._known: dict[Hashable, tuple[HeadMap | None, float]] = {}
 
@@ -61,12 +62,13 @@ class Planner:
         if policy.takes_segments is False:
             return Decision(policy, "asked for")
         if policy.takes_segments and not layout.segments and not layout.exact:
-            return Decision(Dense(), "no segment of the prompt is stored")
+            return Decision(self._instead, "no segment of the prompt is stored")
         asked = self._predict(policy.view(layout), policy, head_map)
-        dense = self._predict(Dense().view(dense_layout or layout), Dense(), None)
+        instead = self._instead
+        dense = self._predict(instead.view(dense_layout or layout), instead, None)
         if asked > WORTH * dense:
             reason = f"{policy.name} is predicted to take {asked:.3f} s, dense {dense:.3f} s"
-            return Decision(Dense(), reason, asked, dense)
+            return Decision(instead, reason, asked, dense)
         return Decision(policy, "predicted to pay", asked, dense)
 
     def calibrate(self) -> Rates:
