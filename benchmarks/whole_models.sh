@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Whole models on one GPU of 139 GiB: every table of `redknot bench`, each in a process of its own.
 #
-#   benchmarks/whole_models.sh RESULTS [STEP...]     all steps, about 15 minutes on an H200
+#   benchmarks/whole_models.sh RESULTS [STEP...]     all steps, about 25 minutes on an H200
 #
 # RESULTS gets a JSON, a CSV and a log for each step. FIDELITY names reports of `redknot eval --json`
 # (default: those in benchmarks/results), PYTHON the interpreter.
@@ -32,6 +32,7 @@ step() {
             bench ttft_qwen3_32b_128k ttft qwen3-32b --tokens 131072 --settings $settings --repeats 1 --peers none ;;
     small) bench ttft_qwen3_32b_512 ttft qwen3-32b --tokens 32768 --segment-tokens 512 --settings $drop@0.125 --repeats 2 --peers none ;;
     host) bench ttft_qwen3_32b_host ttft qwen3-32b --tokens 32768 --settings $drop@0.125 --repeats 2 --peers none --host-segments ;;
+    peers) bench ttft_qwen3_32b_peers ttft qwen3-32b --tokens 32768 --settings $drop@0.125 --repeats 2 --peers fa3,fa4,cudnn ;;
     cold) bench ttft_qwen3_32b_cold ttft qwen3-32b --tokens 256,1024,8192 --segment-tokens 512 --settings $drop@0.125 --repeats 5 --peers none --cold ;;
     short) bench ttft_qwen3_32b_short ttft qwen3-32b --tokens 256,1024 --segment-tokens 128 --settings $drop@0.125 --repeats 5 --peers none --planned ;;
     mistral) bench ttft_mistral_7b ttft mistral-7b-v0.3 --tokens 8192,32768 --settings $drop@0.125 --repeats 3 ;;
@@ -39,10 +40,11 @@ step() {
     breakdown) bench breakdown_qwen3_32b breakdown qwen3-32b --tokens 32768 --settings $settings ;;
     decode) bench decode_qwen3_32b decode qwen3-32b --tokens 32768 --shares 0.125,0.5 --batches 1,8 ;;
     capacity) bench capacity_qwen3_32b capacity qwen3-32b --tokens 32768 --shares 0.125,0.3,0.5 --prefill-policy reuse:windows=all ;;
+    traffic) bench traffic_mistral_7b traffic mistral-7b-v0.3 --tokens 8192 --clients 1,8,32 --requests 48 --settings prefix,$drop@0.125 ;;
     *) echo "unknown step $1" && return 2 ;;
     esac
 }
 
-for one in "${@:-ttft long small host cold short mistral llama breakdown decode capacity}"; do
+for one in "${@:-ttft long small host peers cold short mistral llama breakdown decode capacity traffic}"; do
     for name in $one; do step "$name" || exit 2; done
 done

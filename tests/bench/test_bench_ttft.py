@@ -122,6 +122,7 @@ def test_pages_are_free_between_runs_without_a_collector(bench: Bench) -> None:
             timed = bench.runner(setting).run(request)
             assert pool.num_used
             del timed
+            bench.session.beginnings.forget()
             assert not pool.num_used
     finally:
         gc.enable()

@@ -227,16 +227,23 @@ def prompt_of(
 
 
 def assert_same(
-    hf: PreTrainedModel, prompt: Prompt, got: Sequence[int], wanted: Sequence[TokenInfo]
+    hf: PreTrainedModel, prompt: Prompt, got: Sequence[TokenInfo], wanted: Sequence[TokenInfo]
 ) -> None:
-    """Equal tokens, unless the two likeliest of ``wanted`` (two alternatives told) lie closer
-    together than both sides may be off."""
-    expected = [token.token_id for token in wanted]
-    if list(got) == expected:
-        return
-    at = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
-    ids = torch.cat([prompt.token_ids, torch.tensor(expected)])
+    """Equal tokens, and log-probabilities as near as rounding allows.
+
+    Tokens may part where the two likeliest (two alternatives are told) lie closer together than
+    both sides may be off.
+    """
+    ids = torch.cat([prompt.token_ids, torch.tensor([token.token_id for token in wanted])])
     with torch.inference_mode():
         scale = float(hf(ids[None]).logits.abs().max())
-    (_, best), (_, second) = wanted[at].top[:2]
-    assert best - second <= 2 * rounding(hf, len(ids)) * scale, f"token {at} differs"
+    bound = 4 * rounding(hf, len(ids)) * scale  # a logit and the sum, of either side
+    assert len(got) == len(wanted)
+    for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        if one.token_id != other.token_id:
+            (_, best), (_, second) = other.top[:2]
+            assert best - second <= bound, f"token {index} differs"
+            return
+        assert one.logprob is not None
+        assert other.logprob is not None
+        assert abs(one.logprob - other.logprob) <= bound, f"token {index} is as likely"

@@ -1,4 +1,4 @@
-"""Beginnings share pages with prompts: found by what they say, kept within bounds, never changed."""
+"""Beginnings share pages with prompts: found by their tokens, kept within bounds, not changed."""
 
 from collections import OrderedDict
 from os.path import commonprefix
@@ -231,17 +231,17 @@ def overwrite(session: Session) -> None:
 def test_a_prompt_stays_right_when_what_it_took_over_is_dropped_meanwhile(turns: int) -> None:
     """Before its first turn the tokens are computed instead; later it has the pages itself."""
     session = lively_session()
-    cold = session.executor.prefill(LONGER.token_ids, session.look_up(LONGER), Dense())
+    cold = session.executor.prefill(LONGER.token_ids, session.look_up(LONGER), Prefix())
     session.prefill(KNOWN, Prefix())
     known = session.look_up(LONGER)
     assert known.beginning is not None
     beginning = known.beginning.cache
-    warm = session.executor.prefill(LONGER.token_ids, known, Dense(), beginning=beginning)
+    warm = session.executor.prefill(LONGER.token_ids, known, Prefix(), beginning=beginning)
     assert_near(warm.logits, cold.logits, rounding(session.model.hf, len(LONGER)))
-    running = session.executor.prefilling(LONGER.token_ids, known, Dense(), beginning=beginning)
+    running = session.executor.prefilling(LONGER.token_ids, known, Prefix(), beginning=beginning)
     for _ in range(min(turns, 4)):
         next(running)
-    found = drained(running) if turns > 4 else None
+    found = drained(running) if turns == 5 else None
     session.beginnings.forget()
     overwrite(session)
     found = found or drained(running)
@@ -260,15 +260,17 @@ def test_a_prompt_never_writes_into_what_it_took_over(shared: int) -> None:
     assert found is not None
     table, planes = found.cache.table.clone(), session.executor.storage.planes
     pages = table[table >= 0].long()
-    before = {name: plane[pages].clone() for name, plane in planes.items()}
+    before = {name: plane[pages].view(torch.int32) for name, plane in planes.items()}
     ids = [*KNOWN.token_ids[:shared].tolist(), *((random_ids(30, 7) + 128) % 256).tolist()]
     ids[shared] = (int(KNOWN.token_ids[shared]) + 1) % 256 if shared < len(KNOWN) else 0
-    prefilled = session.prefill(Prompt.of_ids(ids, []), Dense(), room=20)
+    prompt = Prompt.of_ids(ids, [])
+    known = session.look_up(prompt)
+    prefilled = session.executor.prefill(prompt.token_ids, known, Prefix(), beginning=found.cache)
     assert prefilled.layout.exact == shared
     session.executor.extend(prefilled, random_ids(20, 8))
     assert torch.equal(found.cache.table, table)
     for name, plane in session.executor.storage.planes.items():
-        assert torch.equal(plane[pages], before[name])
+        assert torch.equal(plane[pages].view(torch.int32), before[name])
 
 
 def test_a_fixed_pool_that_is_full_of_beginnings_serves_new_prompts() -> None:

@@ -20,7 +20,7 @@ from redknot.server.rendering import Renderer
 from redknot.server.service import Service
 from redknot.server.settings import ServerSettings
 
-REAL_ENGINE = False  # True also runs the tests of `http` against `python -m redknot serve`
+REAL_ENGINE = True
 BACKENDS = ("scripted", "real") if REAL_ENGINE else ("scripted",)
 CONFIG = {
     "model_type": "llama",

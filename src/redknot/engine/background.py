@@ -23,7 +23,7 @@ from redknot.engine.opening import UNCHANGED
 from redknot.engine.request import Request
 from redknot.engine.scheduler import Job, NeverFits, QueueFull, Scheduler
 from redknot.engine.shadow import ShadowMonitor
-from redknot.engine.tasks import IdleBuilder, ShadowSide, Task, built, shadow
+from redknot.engine.tasks import IdleBuilder, ShadowSide, Task, building, shadow
 from redknot.execution.session import Session
 from redknot.execution.turns import Turns
 from redknot.heads import HeadMap
@@ -74,6 +74,10 @@ class Background:
         if self.build_idle:
             self.builder.work()
 
+    def give_way(self) -> None:
+        """Requests need pages: what is half built in idle time lets go of its own."""
+        self.builder.give_way()
+
     def advance(self, task_id: str) -> None:
         """One unit of a task."""
         if not self._tasks[task_id].advance():
@@ -103,8 +107,10 @@ class Background:
 
     def finished(self, request: Request) -> None:
         """Run a share of the requests in the shadow of their answers."""
-        answer, known = request.choices[0].tokens[:SHADOW_TOKENS], request.known
-        if not answer or known is None:
+        first, known = request.choices[0], request.known
+        answer = first.tokens[:SHADOW_TOKENS]
+        whole = first.ended is not None and first.ended.reason in ("stop", "length")
+        if not whole or known is None:
             return
         reused = len(known.layout.stored)
         if not self.monitor.wants(
@@ -135,8 +141,9 @@ class Background:
         if isinstance(asked, SegmentQuery):
             self.mail.append(self.catalogue.answer(asked.request_id, asked.salt, asked.keys))
         elif isinstance(asked, SegmentDelete):
-            self.builder.forget(bytes.fromhex(asked.key))
             if self.catalogue.forget(asked.salt, asked.key):
+                self.builder.forget(bytes.fromhex(asked.key))
+                self._stop_building(asked.key)
                 self.mail.append(Segments(request_id=asked.request_id))
             else:
                 self._refuse(asked.request_id, 404, "not_found", "no such segment")
@@ -151,15 +158,17 @@ class Background:
                 f"a segment has 1 to {limit - anchor} tokens, not {len(asked.token_ids)}",
             )  # fmt: skip
             return
+        vocabulary = self.session.model.hf.config.vocab_size
+        if min(asked.token_ids) < 0 or max(asked.token_ids) >= vocabulary:
+            message = f"token ids lie between 0 and {vocabulary - 1}"
+            self._refuse(asked.request_id, 400, "invalid_value", message)
+            return
         ids = torch.tensor(asked.token_ids, dtype=torch.int64)
-        key, begun = self.session.key(ids, asked.salt).hex(), time.perf_counter()
-        there = self.session.store.get(bytes.fromhex(key))
+        key = self.session.key(ids, asked.salt).hex()
 
         def done(state: object) -> None:
             if not isinstance(state, SegmentState):
                 raise TypeError("a build gave something else")
-            if there is None:
-                built(self.counters, state, time.perf_counter() - begun)
             info = self.catalogue.ready(asked.salt, key, state)
             self.mail.append(Segments(request_id=asked.request_id, segments=(info,)))
 
@@ -168,13 +177,21 @@ class Background:
             self._refuse(asked.request_id, 503, "not_built", line)
 
         def start() -> Turns[object]:
-            return self.session.building(ids, asked.salt)
+            return building(self.session, self.counters, ids, asked.salt)
 
+        self.builder.forget(bytes.fromhex(key))
         self.catalogue.building(asked.salt, key, len(ids))
         pages = build_pages(self.session.executor, len(ids) + anchor)
-        task = Task(f"build-{asked.request_id}", start, done, failed)
+        task = Task(f"build-{key}-{asked.request_id}", start, done, failed)
         if not self._schedule(task, pages, self.intake.milliseconds(len(ids)), time.time()):
             failed("too many requests wait, or the segment is too large")
+
+    def _stop_building(self, key: str) -> None:
+        """Whoever waits for it hears that it was deleted."""
+        for task_id in [name for name in self._tasks if name.startswith(f"build-{key}")]:
+            task = self._tasks[task_id]
+            self.remove(task_id)
+            task.failed("the segment was deleted meanwhile")
 
     def _schedule(self, task: Task, pages: int, ms: float, arrived: float) -> bool:
         job = Job(task.task_id, arrived, pages, pages, ms, choices=0)

@@ -14,7 +14,7 @@ from redknot.engine.intake import Intake, refused
 from redknot.engine.messages import Ended, Output, Prefilled, Produced, Refused, Submit, TokenInfo
 from redknot.engine.opening import Opening
 from redknot.engine.reports import count, queue_seconds, report
-from redknot.engine.request import Choice, Request
+from redknot.engine.request import FAULTS, Choice, Request, told
 from redknot.engine.sampling import pick_all
 from redknot.engine.scheduler import Memory, NeverFits, Phase, QueueFull, Scheduler, Turn, spend
 from redknot.engine.step_clock import StepClock
@@ -101,7 +101,7 @@ class Engine:
             self._admit(job_id)
         with clock.model():
             spend(turn.prefill, turn.budget_ms, self._advance)
-        if turn.decode:
+        if turn.decode and self._may_grow():
             self._decode(clock)
         if self._is_idle(turn):
             self.background.when_idle()
@@ -138,11 +138,27 @@ class Engine:
         jobs = self.scheduler.jobs.values()
         wanted = sum(job.growth for job in jobs)
         wanted += max((job.pages for job in jobs if job.phase is Phase.WAITING), default=0)
+        if pool.num_free < wanted:
+            self.background.give_way()
         if pool.num_free >= wanted:
             return Memory(pool.num_free)
         for request in self.requests.values():
             self.scheduler.jobs[request.request_id].held = self._held(request)
         return Memory(pool.num_free, self.session.beginnings.reclaimable())
+
+    def _may_grow(self) -> bool:
+        """Whether there are pages for the next tokens, also of those who have just joined.
+
+        If not, the next turn makes room, unless nobody else could give way.
+        """
+        pool, most = self.session.executor.storage.pool, 0
+        for prefilled in self.company.prefilled():
+            most += prefilled.cache.num_rows
+        if pool.num_free >= most:
+            return True
+        memory, jobs = self._memory(), self.scheduler.jobs.values()
+        holders = sum(job.phase is not Phase.WAITING for job in jobs)
+        return holders <= 1 or sum(job.growth for job in jobs) <= memory.available
 
     def _held(self, request: Request) -> int:
         job = self.scheduler.jobs[request.request_id]
@@ -154,17 +170,26 @@ class Engine:
         request = self.requests.get(job_id)
         if request is None:  # a task, whose work is there from the start
             return
-        self.opening.begin(request, self.background.fallback)
+        try:
+            self.opening.begin(request, self.background.fallback)
+        except FAULTS as error:
+            self._fail(request, error)
 
     def _preempt(self, job_id: str) -> None:
         request = self.requests.get(job_id)
         if request is None:
             self.background.restart(job_id)
             return
-        for choice in request.left:
-            self.company.remove(choice)
-        request.give_up_work()
+        self._let_go(request)
         self.counters.add("preemptions")
+
+    def _let_go(self, request: Request) -> None:
+        """Give back all its pages."""
+        for choice in request.left:
+            prefilled = self.company.remove(choice)
+            if prefilled is not None:
+                prefilled.cache.release()
+        request.give_up_work()
 
     def _advance(self, job_id: str) -> float | None:
         """One unit of prefill; its milliseconds, None if there is no more."""
@@ -183,20 +208,19 @@ class Engine:
         return spent
 
     def _advance_request(self, request: Request) -> None:
-        if request.work is None:
-            raise RuntimeError("a request prefills and has no work")
         try:
-            next(request.work)
-        except StopIteration as end:
-            self._prefilled(request, end.value)
+            prefilled = request.advance()
+            if prefilled is not None:
+                self._prefilled(request, prefilled)
         except OutOfPages as short:
             self._no_room(request, short)
-        except (RuntimeError, ValueError, InputError) as error:
+        except FAULTS as error:
             self._fail(request, error)
 
     def _no_room(self, request: Request, short: OutOfPages) -> None:
         """Pages were counted too low, or others have them: wait, unless nobody else has any."""
-        request.give_up_work()
+        told(short)
+        self._let_go(request)
         others = [job for job in self.scheduler.jobs.values() if job.phase is not Phase.WAITING]
         if len(others) > 1:
             self.scheduler.requeue(request.request_id)
@@ -205,8 +229,9 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End what went wrong, and only that."""
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
         log.exception("request %s failed", request.request_id)
+        line = told(error)
+        request.give_up_work()
         for choice in request.left:
             self._end(
                 choice,
@@ -221,7 +246,8 @@ class Engine:
     def _prefilled(self, request: Request, prefilled: execution.Prefilled) -> None:
         """The prompt is in place: keep what others may share, choose first tokens, decode."""
         request.work, request.prefilled = None, prefilled
-        left, again = request.left, bool(request.choices[0].tokens)
+        left = request.left
+        again = bool(left[0].tokens)
         if not request.submit.exact:
             self.session.remember(prefilled, len(prefilled.token_ids), request.submit.salt)
         copies = [prefilled, *(prefilled.fork() for _ in left[1:])]
@@ -229,7 +255,7 @@ class Engine:
             for choice, copy in zip(left, copies, strict=True):
                 self.company.replay(choice, copy)
         else:
-            self._first_tokens(request, prefilled)
+            self._first_tokens(request, prefilled, left)
         self.scheduler.jobs[request.request_id].phase = Phase.DECODE
         for choice, copy in zip(left, copies, strict=True):
             if choice.ended:
@@ -240,22 +266,24 @@ class Engine:
         if not request.left:
             self._finish(request)
 
-    def _first_tokens(self, request: Request, prefilled: execution.Prefilled) -> None:
-        pickers = [choice.picker for choice in request.choices]
+    def _first_tokens(
+        self, request: Request, prefilled: execution.Prefilled, choices: list[Choice]
+    ) -> None:
+        pickers = [choice.picker for choice in choices]
         logits = prefilled.logits[None].expand(len(pickers), -1)
         infos = pick_all(pickers, logits)
-        told = report(self.session, request, prefilled)
-        told.seconds["queue"] = max(0.0, queue_seconds(request) - sum(told.seconds.values()))
-        count(self.counters, told, request.known)
-        self.background.saw(request, told)
-        self._out.prefilled.append(Prefilled(request_id=request.request_id, report=told))
-        for choice, info in zip(request.choices, infos, strict=True):
+        done = report(self.session, request, prefilled)
+        done.seconds["queue"] = max(0.0, queue_seconds(request) - sum(done.seconds.values()))
+        count(self.counters, done, prefilled.layout.exact)
+        self.background.saw(request, done)
+        self._out.prefilled.append(Prefilled(request_id=request.request_id, report=done))
+        for choice, info in zip(choices, infos, strict=True):
             self._take(choice, info)
 
     def _decode(self, clock: StepClock) -> None:
         try:
             found = self.company.step(clock)
-        except (RuntimeError, ValueError) as error:  # a device error: nobody's tokens are sound
+        except FAULTS as error:  # a device error: nobody's tokens are sound
             for request in list(self.requests.values()):
                 if self.scheduler.jobs[request.request_id].phase is Phase.DECODE:
                     self._fail(request, error)
@@ -275,7 +303,7 @@ class Engine:
             self._end(choice, ended)
 
     def _end(self, choice: Choice, ended: Ended) -> None:
-        choice.ended = True
+        choice.ended = ended
         self.counters.add(f"requests.{ended.reason}")
         self._out.ended.append(ended)
         request = choice.request
@@ -290,15 +318,14 @@ class Engine:
 
     def _keep(self, choice: Choice, prefilled: execution.Prefilled) -> None:
         """The pages of prompt and answer, for the next turn of the same chat."""
-        request, cache = choice.request, prefilled.cache.fork()
-        if request.submit.exact:
-            cache.release()
+        request, whole = choice.request, prefilled.sight.hides
+        chain = self.opening.chain(request.policy)
+        if request.submit.exact or (whole and not chain):  # no dense prompt goes on from a window
             return
+        cache = prefilled.cache.fork()
         written = torch.tensor(choice.tokens[: cache.length - len(request.prompt)])
         token_ids = torch.cat([request.prompt.token_ids, written.to(torch.int64)])
-        chain = self.opening.chain(request.policy)
         scope = Scope(request.submit.salt, chain)
-        whole = prefilled.sight.hides
         least = (len(token_ids) if whole else len(request.prompt)) if chain else 1
         self.session.beginnings.put(token_ids, cache, scope, least)
 

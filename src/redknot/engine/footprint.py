@@ -56,8 +56,11 @@ def build_pages(executor: Executor, tokens: int) -> int:
 
 
 def _held(reach: Reach, tokens: int, size: int) -> int:
-    """Pages of one (layer, group) that a row at the end of ``tokens`` sees."""
+    """Pages of one (layer, group) at most, while its rows grow to ``tokens``.
+
+    A row that grows into a new page lets go of what it no longer sees only then: hence the last 1.
+    """
     whole = -(-tokens // size)
     if reach.span is None:
         return whole
-    return min(whole, -(-reach.sink // size) + -(-reach.span // size) + 1)
+    return min(whole, -(-reach.sink // size) + -(-(reach.span - 1) // size) + 1 + 1)

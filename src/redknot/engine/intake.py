@@ -33,6 +33,9 @@ class Intake:
 
     def request(self, submit: Submit) -> Request:
         """A request with its choices; `InputError` where it asks for what cannot be."""
+        spec, vocabulary = submit.sampling, self.session.model.hf.config.vocab_size
+        if spec.n < 1 or not 0 <= (spec.logprobs or 0) <= vocabulary:
+            raise InputError(f"n from 1, logprobs from 0 to {vocabulary}")
         end_tokens = self.session.model.end_token_ids
         stop = set(submit.sampling.stop_token_ids)
         if not submit.sampling.ignore_eos:

@@ -1,6 +1,7 @@
 """The engine's process: messages in, turns, messages out."""
 
 import logging
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from redknot.engine.setup import prepare
 from redknot.engine.vitals import heartbeat
 from redknot.errors import InputError
 
+log = logging.getLogger(__name__)
+
 BEAT_SECONDS = 0.4
 IDLE_MILLISECONDS = 200
 
@@ -36,6 +39,8 @@ class Loop:
 
     engine: Engine
     socket: "zmq.Socket[bytes]"
+    parent: int = field(default_factory=os.getppid)
+    "The server's process."
     stop_at: float | None = None
     "When a shutdown no longer waits for requests."
     _beat: float = 0.0
@@ -73,7 +78,12 @@ class Loop:
         wait = IDLE_MILLISECONDS if self.engine.is_idle else 0
         while self.socket.poll(wait):
             wait = 0
-            self._handle(self._decoder.decode(self.socket.recv()))
+            try:
+                message = self._decoder.decode(self.socket.recv())
+            except msgspec.MsgspecError as error:
+                log.warning("a message that cannot be read is dropped: %s", error)
+            else:
+                self._handle(message)
 
     def _handle(self, message: ToEngine) -> None:
         engine = self.engine
@@ -90,6 +100,8 @@ class Loop:
             self.stop_at = time.monotonic() + message.drain_seconds
 
     def _is_over(self) -> bool:
+        if os.getppid() != self.parent:
+            return True
         if self.stop_at is None:
             return False
         return not self.engine.requests or time.monotonic() > self.stop_at

@@ -28,18 +28,20 @@ def report(session: Session, request: Request, prefilled: Prefilled) -> Report:
         flops_share=prefilled.flops_share,
         segments=()
         if known is None
-        else tuple(_segment(session, request, known, one, computed) for one in known.outcomes),
+        else tuple(_segment(session, request, known, one, prefilled) for one in known.outcomes),
         seconds={name: round(spent, 6) for name, spent in prefilled.seconds.items()},
     )
 
 
-def count(counters: Counters, told: Report, known: Known | None) -> None:
-    """Add what a report says to what the engine counts."""
+def count(counters: Counters, told: Report, exact_tokens: int) -> None:
+    """Add what a report says to what the engine counts.
+
+    ``exact_tokens`` were taken over from the pages of an earlier prompt.
+    """
     counters.add("prompt_tokens", told.prompt_tokens)
     counters.add("cached_tokens", told.cached_tokens)
     counters.add("prefix_queries", told.prompt_tokens)
-    if known is not None:
-        counters.add("prefix_hits", known.layout.exact)
+    counters.add("prefix_hits", exact_tokens)
     for segment in told.segments:
         tokens = segment.stop - segment.start
         counters.add(
@@ -50,13 +52,17 @@ def count(counters: Counters, told: Report, known: Known | None) -> None:
 
 
 def _segment(
-    session: Session, request: Request, known: Known, outcome: Outcome, computed: torch.Tensor
+    session: Session, request: Request, known: Known, outcome: Outcome, prefilled: Prefilled
 ) -> SegmentReport:
-    span = outcome.span
+    span, computed = outcome.span, prefilled.plan.layers[0].active
     first, stop = torch.searchsorted(computed, torch.tensor([span.start, span.stop])).tolist()
     hit, reason = _tier(session, known, outcome), outcome.reason
-    if not request.policy.takes_segments and hit not in ("none", "exact"):
+    layout = prefilled.layout
+    taken = span.stop <= layout.exact or (span.start, span.stop) in layout.segments
+    if hit != "none" and not taken:
         hit, reason = "none", f"{request.policy.name} takes nothing over"
+        if request.policy.takes_exact:
+            reason = "its pages were needed by others"
     ids = request.prompt.token_ids[span.start : span.stop]
     return SegmentReport(
         start=span.start,

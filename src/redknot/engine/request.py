@@ -1,5 +1,6 @@
 """One request on its way, and its choices."""
 
+import traceback
 from dataclasses import dataclass, field
 
 from redknot.engine.messages import Ended, Submit
@@ -12,6 +13,15 @@ from redknot.execution.turns import Turns
 from redknot.recovery import Policy
 from redknot.segments import Prompt
 
+FAULTS = (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError)
+"What may go wrong with one piece of work and leaves the engine whole."
+
+
+def told(error: BaseException) -> str:
+    """One line for those who asked; lets go of the pages that frames of the failed work hold."""
+    traceback.clear_frames(error.__traceback__)
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
 
 @dataclass(eq=False)
 class Choice:
@@ -22,7 +32,7 @@ class Choice:
     picker: Picker
     tokens: list[int] = field(default_factory=list)
     "Chosen so far; the last one has no K/V yet."
-    ended: bool = False
+    ended: Ended | None = None
 
     def end(self) -> Ended | None:
         """Why this choice is complete, if it is."""
@@ -51,7 +61,6 @@ class Request:
     clock: Clock | None = None
     work: Turns[Prefilled] | None = None
     prefilled: Prefilled | None = None
-    shadowed: bool = False
 
     @property
     def request_id(self) -> str:
@@ -66,7 +75,17 @@ class Request:
     @property
     def left(self) -> list[Choice]:
         """Choices that are not complete."""
-        return [choice for choice in self.choices if not choice.ended]
+        return [choice for choice in self.choices if choice.ended is None]
+
+    def advance(self) -> Prefilled | None:
+        """One unit of work; the prompt once it is in place."""
+        if self.work is None:
+            raise RuntimeError("a request prefills and has no work")
+        try:
+            next(self.work)
+        except StopIteration as end:
+            return end.value
+        return None
 
     def give_up_work(self) -> None:
         """Let go of pages and of whatever is half done; what was found stays."""

@@ -1,5 +1,6 @@
 """The next tokens of all choices of a step: greedy ones at once, the others one by one."""
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -45,12 +46,9 @@ class Picker:
         if self.logprobs is None:
             return TokenInfo(token)
         known = logits.float().log_softmax(-1)
-        best = known.topk(self.logprobs) if self.logprobs else None
-        top = (
-            ()
-            if best is None
-            else tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        )
+        best = known.topk(self.logprobs)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        top = tuple(pair for pair in pairs if math.isfinite(pair[1]))  # others break the grammar
         return TokenInfo(token, float(known[token]), top)
 
     def _allowed(

@@ -61,6 +61,11 @@ class Job:
     growth: int = 0
     "Pages that the next token of its choices needs."
     preempted: int = 0
+    whole_ms: float = field(init=False)
+    "Predicted milliseconds of all its prefill."
+
+    def __post_init__(self) -> None:
+        self.whole_ms = self.ms
 
     @property
     def due(self) -> float:
@@ -127,9 +132,14 @@ class Scheduler:
         return self.jobs.pop(job_id)
 
     def requeue(self, job_id: str) -> None:
-        """Back to those who wait: its pages are given back."""
+        """Back to those who wait: its pages are given back, and its work is to be done again.
+
+        It comes back once there is room for what it had and what it was stopped for, so that it
+        gets further than before.
+        """
         job = self.jobs[job_id]
-        job.phase, job.held, job.growth = Phase.WAITING, 0, 0
+        job.pages = max(job.pages, min(job.held + job.growth, job.last_pages))
+        job.phase, job.held, job.growth, job.ms = Phase.WAITING, 0, 0, job.whole_ms
 
     def turn(self, memory: Memory) -> Turn:
         """Decide the next turn, and move those who are preempted or admitted."""

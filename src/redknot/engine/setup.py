@@ -22,6 +22,7 @@ from redknot.errors import InputError
 from redknot.evaluation.gate import default_cache_folder, run_gate
 from redknot.evaluation.gate_rows import rows_for_gate
 from redknot.execution import ExecutionSettings
+from redknot.execution.cache import page_storage
 from redknot.execution.planner import Planner
 from redknot.execution.session import Session
 from redknot.heads import HeadMap
@@ -137,9 +138,8 @@ def _load_options(config: EngineConfig) -> LoadOptions:
 def _session(config: EngineConfig, model: LoadedModel) -> Session:
     """With a pool of fixed size."""
     adapter = model.adapter
-    trial = Session(model).executor.storage  # for the size of a page
     pool_bytes = config.pool_bytes or _free_bytes(adapter, config.store_bytes)
-    num_pages = pool_bytes // trial.page_bytes
+    num_pages = pool_bytes // page_storage(adapter).page_bytes
     settings = ExecutionSettings(
         num_pages=num_pages, chunk_tokens=CHUNK_TOKENS[adapter.device.type]
     )

@@ -1,20 +1,24 @@
 """Work besides requests: building segment state, and running prompts once more in the shadow."""
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 
 from redknot.engine.counters import Counters
+from redknot.engine.request import FAULTS, told
 from redknot.execution.executor import Executor
 from redknot.execution.session import Known, Session
 from redknot.execution.turns import Turns
 from redknot.heads import HeadMap
 from redknot.recovery import Policy
 from redknot.segments import SegmentState
-from redknot.segpaged import OutOfPages
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -42,8 +46,8 @@ class Task:
         except StopIteration as end:
             self.done(end.value)
             return False
-        except (OutOfPages, RuntimeError, ValueError) as error:
-            self.failed(f"{type(error).__name__}: {error}".splitlines()[0])
+        except FAULTS as error:
+            self.failed(told(error))
             return False
         return True
 
@@ -61,8 +65,9 @@ class IdleBuilder:
     most: int
     _waiting: OrderedDict[bytes, tuple[torch.Tensor, str]] = field(default_factory=OrderedDict)
     _running: Turns[SegmentState] | None = None
+    _wanted: tuple[torch.Tensor, str] | None = None
+    "What is being built."
     _started: bytes = b""
-    _spent: float = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._running is not None)
@@ -89,32 +94,54 @@ class IdleBuilder:
         if self._running is None:
             if not self._waiting:
                 return False
-            self._started, (token_ids, salt) = self._waiting.popitem()
-            self._running, self._spent = self.session.building(token_ids, salt), 0.0
-        start = time.perf_counter()
+            self._started, self._wanted = self._waiting.popitem()
+            self._running = building(self.session, self.counters, *self._wanted)
         try:
             next(self._running)
-            self._spent += time.perf_counter() - start
-        except StopIteration as end:
-            built(self.counters, end.value, self._spent + time.perf_counter() - start)
+        except StopIteration:
             self.stop()
-        except OutOfPages:  # larger than what requests leave; another request will want it again
+        except FAULTS as error:  # no room, mostly; another request will want it again
+            log.warning("a segment is not built: %s", told(error))
             self.counters.add("builds_dropped")
             self.stop()
         return True
+
+    def give_way(self) -> None:
+        """Others need the pages of what is half built: it begins again later."""
+        key, wanted = self._started, self._wanted
+        if wanted is not None:
+            self.stop()
+            self._waiting[key] = wanted
 
     def stop(self) -> None:
         """Drop what is half built."""
         if self._running is not None:
             self._running.close()
-        self._running, self._started = None, b""
+        self._running, self._wanted, self._started = None, None, b""
 
 
-def built(counters: Counters, state: SegmentState, seconds: float) -> None:
-    """Count a segment whose state was built."""
-    counters.add("builds")
-    counters.add("build_tokens", len(state))
-    counters.add("build_seconds", seconds)
+def building(
+    session: Session, counters: Counters, token_ids: torch.Tensor, salt: str
+) -> Turns[SegmentState]:
+    """State of a segment, out of the store or built, and then counted; in turns."""
+    found = session.store.get(session.key(token_ids, salt)) is not None
+    work, spent = session.building(token_ids, salt), 0.0
+    with closing(work):
+        while True:
+            start = time.perf_counter()
+            try:
+                rows = next(work)
+            except StopIteration as end:
+                state: SegmentState = end.value
+                break
+            finally:
+                spent += time.perf_counter() - start
+            yield rows
+    if not found:
+        counters.add("builds")
+        counters.add("build_tokens", len(state))
+        counters.add("build_seconds", spent)
+    return state
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,8 @@ class Executor:
         """From token ids and known state to the first token's logits.
 
         ``beginning`` holds the tokens that ``lookup`` calls exact, and maybe more; without it, or
-        where its pages were given back meanwhile, they are computed. A ``clock`` of the caller's goes on with the stages of this call.
+        where its pages were given back meanwhile, they are computed. A ``clock`` of the caller's
+        goes on with the stages of this call.
         """
         turns = self.prefilling(
             token_ids, lookup, policy, head_map, beginning=beginning, clock=clock

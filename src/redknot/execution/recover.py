@@ -95,6 +95,12 @@ class Recovery:
         layer. Chunks must come in order and end with the prompt; only policies that are not
         adaptive may run in more than one.
         """
+        try:
+            return (yield from self._run(start, stop))
+        finally:  # also where the work is left in the middle: they refer to pages
+            self._signals.forget()
+
+    def _run(self, start: int, stop: int) -> Generator[int, None, Float[Tensor, "row hidden"]]:
         start = max(start, self._layout.exact)
         placed = Placed.at(self._adapter, torch.arange(start, stop))
         stage = self._first_stage(placed.rows)
@@ -129,7 +135,6 @@ class Recovery:
             layers.append(LayerPlan(placed.rows.host, fed, publish, self._signals.ranked))
             yield len(placed.rows)
         self.executed.chunks.append(layers)
-        self._signals.forget()
         return hidden
 
     def _first_stage(self, rows: Rows) -> Stage:
