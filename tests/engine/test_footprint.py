@@ -73,7 +73,7 @@ def decode(session: Session, prefilled: Prefilled, new_tokens: int, choices: int
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.describe())
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [4, 64])
 def test_prefill_holds_what_was_counted(
     policy: Policy, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +96,7 @@ def test_prefill_holds_what_was_counted(
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-mixed"])
 @pytest.mark.parametrize("policy", POLICIES[:3], ids=lambda policy: policy.describe())
-@pytest.mark.parametrize(("page_size", "new_tokens"), [(1, 20), (4, 41), (16, 1), (16, 70)])
+@pytest.mark.parametrize(("page_size", "new_tokens"), [(4, 41), (16, 1), (16, 50)])
 def test_the_last_tokens_come_within_what_was_counted(
     family: str,
     policy: Policy,
@@ -108,7 +108,7 @@ def test_the_last_tokens_come_within_what_was_counted(
     session = open_session(page_size, family)
     pool, rows = session.executor.storage.pool, sum(s.num_groups for s in session.executor.shapes)
     prompt = spanned(70, 45)
-    for seed, choices in ((1, 1), (2, 1), (3, 2), (3, 3)):
+    for seed, choices in ((1, 1), (2, 1), (3, 3)):
         head_map = random_map(session.model.hf, seed)
         counted = Footprint.of(session.executor, prompt, policy, head_map, new_tokens, choices)
         prefilled = prefill(session, prompt, policy, head_map)
@@ -131,7 +131,7 @@ def test_the_last_tokens_come_within_what_was_counted(
 def test_a_pool_of_that_size_is_enough_and_a_smaller_one_is_not(
     policy: Policy, choices: int
 ) -> None:
-    prompt, new_tokens = spanned(70, 45), 60
+    prompt, new_tokens = spanned(70, 45), 30
     loose = open_session(4)
     rows = sum(shape.num_groups for shape in loose.executor.shapes)
     head_map = random_map(loose.model.hf, 5)

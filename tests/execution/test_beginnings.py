@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.execution.eager import assert_near, lively_session, rounding
 from tests.tiny import random_ids
 
@@ -24,7 +24,6 @@ ROWS = LAYERS * GROUPS
 CAPACITY = 9
 "Of the beginnings of the machine, in pages of all rows."
 SCOPES = [Scope(), Scope("tenant"), Scope("", "chain"), Scope("tenant", "chain"), Scope("", "next")]
-EVERYONE = frozenset(SCOPES)
 
 Ids = tuple[int, ...]
 ids = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
@@ -123,6 +122,14 @@ class Keeping(RuleBasedStateMachine):
             assert torch.equal(plane, state[None, None, :, None].expand_as(plane))
         self.kept.move_to_end(used)
 
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), tail=ids)
+    def find_alike(self, data: st.DataObject, tail: Ids) -> None:
+        """A prompt that ends within what is kept, just there, or goes on."""
+        scope, known = data.draw(st.sampled_from(list(self.kept)))
+        prompt = known[: data.draw(st.integers(1, len(known)))] + tail[1:]
+        self.find(prompt, {scope})
+
     @rule(pages=st.integers(0, 60))
     def reclaim(self, pages: int) -> None:
         """Least recently used first, and no more than it takes."""
@@ -148,7 +155,25 @@ class Keeping(RuleBasedStateMachine):
 
 
 TestKeeping = Keeping.TestCase
-TestKeeping.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestKeeping.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("shared", "more", "taken"),
+    [(5, 4, 0), (6, 4, 6), (8, 1, 8), (10, 1, 10), (6, 0, 0), (8, 0, 0), (10, 0, 0)],
+)
+def test_what_a_policy_made_is_found_by_prompts_that_share_enough_and_go_on(
+    shared: int, more: int, taken: int
+) -> None:
+    """Of ten tokens, six of which must be shared."""
+    storage, scope, known = open_storage(), Scope("tenant", "chain"), (1,) * 10
+    beginnings = Beginnings(storage)
+    beginnings.put(torch.tensor(known), filled(storage, known), scope, least=6)
+    prompt = torch.tensor(known[:shared] + (0,) * more)
+    found = beginnings.find(prompt, {scope})
+    assert (0 if found is None else found.tokens) == taken
+    others = {Scope(), Scope("tenant"), Scope("tenant", "next"), Scope("", "chain")}
+    assert beginnings.find(prompt, others) is None
 
 
 def test_one_that_is_larger_than_all_may_be_is_not_kept() -> None:

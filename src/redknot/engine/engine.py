@@ -204,6 +204,8 @@ class Engine:
         else:
             self._advance_request(request)
         spent = 1e3 * (time.perf_counter() - start)
+        if request is not None:
+            spent = self.intake.pace(spent, request.rows)
         job.ms = max(0.0, job.ms - spent)
         return spent
 

@@ -17,6 +17,9 @@ from redknot.recovery import Policy
 from redknot.recovery.policies import Dense, parse_policy
 from redknot.segments import Prompt, Span
 
+RECOMPUTED = 0.3
+"Of the tokens of stored segments, about; only the order of those who wait depends on it."
+
 
 @dataclass(eq=False)
 class Intake:
@@ -64,7 +67,7 @@ class Intake:
             arrived=submit.arrived,
             pages=pages.prefill,
             last_pages=pages.last,
-            ms=self.milliseconds(len(request.prompt)),
+            ms=self.milliseconds(self._tokens_to_run(request)),
             choices=submit.sampling.n,
         )
 
@@ -74,6 +77,29 @@ class Intake:
         costs = [shape.cost for shape in self.session.executor.shapes]
         flops = sum(cost.query + cost.key_value + cost.output + cost.ffn for cost in costs)
         return 1e3 * (tokens * flops / rates.matmul + len(costs) * rates.layer_overhead)
+
+    def pace(self, spent_ms: float, rows: int) -> float:
+        """Milliseconds of a layer with ``rows`` rows whose launch took ``spent_ms``.
+
+        A GPU has only been told to run it; how long that takes is predicted.
+        """
+        if self.session.model.adapter.device.type != "cuda":
+            return spent_ms
+        return max(spent_ms, self.milliseconds(rows) / len(self.session.executor.shapes))
+
+    def _tokens_to_run(self, request: Request) -> int:
+        """About how many tokens will flow through all layers, by what is stored now."""
+        prompt, salt = request.prompt, request.submit.salt
+        if not request.asked.takes_segments:
+            return len(prompt)
+        stored = sum(
+            len(span)
+            for span in prompt.spans
+            if self.session.store.has(
+                self.session.key(prompt.token_ids[span.start : span.stop], salt)
+            )
+        )
+        return len(prompt) - round(stored * (1 - RECOMPUTED))
 
     def _policy(self, submit: Submit) -> Policy:
         if submit.exact:

@@ -61,6 +61,8 @@ class Request:
     clock: Clock | None = None
     work: Turns[Prefilled] | None = None
     prefilled: Prefilled | None = None
+    rows: int = 0
+    "That the last unit of work ran through a layer."
 
     @property
     def request_id(self) -> str:
@@ -82,8 +84,9 @@ class Request:
         if self.work is None:
             raise RuntimeError("a request prefills and has no work")
         try:
-            next(self.work)
+            self.rows = next(self.work)
         except StopIteration as end:
+            self.rows = 0
             return end.value
         return None
 

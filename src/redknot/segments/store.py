@@ -15,6 +15,9 @@ class SegmentStore(Protocol):
     def get(self, key: bytes) -> SegmentState | None:
         """State under ``key`` if it is there and undamaged. Counts as a use."""
 
+    def has(self, key: bytes) -> bool:
+        """Whether something is kept under ``key``; neither looks at it nor counts as a use."""
+
     def put(self, key: bytes, state: SegmentState) -> bool:
         """Keep ``state``; False if it cannot fit. The first state under a key stays."""
 
@@ -76,6 +79,11 @@ class MemoryStore:
             self._hits += 1
             self._entries.move_to_end(key)
             return entry[0]
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is an entry under ``key``."""
+        with self._lock:
+            return key in self._entries
 
     def put(self, key: bytes, state: SegmentState) -> bool:
         """Keep ``state`` and make room for it."""
