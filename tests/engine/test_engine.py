@@ -1,4 +1,4 @@
-"""Company changes nothing, cancelling leaves nothing, and what goes wrong stays with one request."""
+"""Company changes nothing, cancelling leaves nothing, a fault stays with its request."""
 
 import random
 from typing import Any
@@ -62,7 +62,7 @@ def guests(seed: int) -> list[tuple[Prompt, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_everybody_gets_in_company_what_they_get_alone(seed: int) -> None:
     hf = lively_hf()
     head_map = random_map(hf, seed)
@@ -99,7 +99,7 @@ def test_short_ones_are_not_held_up_by_a_long_one() -> None:
     assert world.answers[short].first_turn < world.answers[long].first_turn
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     turns=st.integers(0, 30),
     choice=st.sampled_from([None, 0, 1, 2]),
@@ -126,7 +126,7 @@ def test_cancelling_frees_pages_at_once_and_touches_nobody(
         world.session.beginnings.forget()
         held = world.engine.held_pages()
         rest = world.engine.company.prefilled()
-        exactly = sum(prefilled.cache.num_pages for prefilled in rest)
+        exactly = sum(len(prefilled.cache.held) for prefilled in rest)
         if stays in world.engine.requests and world.answers[stays].report is None:
             assert world.pool.num_used <= 1 + held
         else:

@@ -18,7 +18,7 @@ def pages(tokens: int) -> int:
     return 1 + ROWS * -(-tokens // 16)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("policy", ["dense", "prefix", "reuse", "duo:windows=decode"])
 def test_all_finish_with_the_tokens_of_a_large_pool(policy: str, seed: int) -> None:
     hf, draw = lively_hf(), random.Random(seed)
@@ -126,7 +126,7 @@ def test_an_exact_request_starts_in_a_pool_that_beginnings_fill() -> None:
 
 
 def test_a_registered_segment_waits_for_room() -> None:
-    world = World(num_pages=pages(300))
+    world = World(num_pages=pages(330))
     name = world.submit(prompt_of(D), max_tokens=60)
     for _ in range(3):
         world.turn()

@@ -90,7 +90,7 @@ def test_prefill_holds_what_was_counted(
             assert peak.pages <= counted.prefill
             if known or not policy.uses_probe:
                 assert peak.pages == counted.prefill
-            assert prefilled.cache.num_pages == pool.num_used
+            assert len(prefilled.cache.held) == pool.num_used
             prefilled.cache.release()
 
 
@@ -112,7 +112,7 @@ def test_the_last_tokens_come_within_what_was_counted(
         head_map = random_map(session.model.hf, seed)
         counted = Footprint.of(session.executor, prompt, policy, head_map, new_tokens, choices)
         prefilled = prefill(session, prompt, policy, head_map)
-        held = prefilled.retain().cache.num_pages
+        held = len(prefilled.retain().cache.held)
         assert held == pool.num_used
         with watched(pool, monkeypatch) as peak:
             batch = decode(session, prefilled, new_tokens, choices)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.simulation import NEVER, PAGE_SIZE, Load, Record, Simulation
 
 from redknot.engine.scheduler import (
+    PATIENCE,
     Job,
     Limits,
     Memory,
@@ -254,7 +255,7 @@ def test_one_that_was_preempted_has_all_its_work_before_it_again() -> None:
     scheduler.jobs["early"].phase = Phase.DECODE
     scheduler.jobs["early"].growth = 1
     assert scheduler.turn(Memory(0)).preempt == ("late",)
-    assert (late.ms, late.due) == (300.0, 1.3)
+    assert (late.ms, late.due) == (300.0, 2.2)
     assert late.pages == 8  # what it had, and the page that it was stopped for
 
 
@@ -344,12 +345,12 @@ def test_neither_the_order_of_adding_nor_names_matter(data: st.DataObject) -> No
 @given(st.permutations(range(6)), st.integers(0, 6))
 def test_ties_go_by_arrival_and_then_by_name(order: list[int], room: int) -> None:
     jobs = {  # all are due at 1
-        "b": job("b", 0.5, 500.0),
-        "a": job("a", 0.5, 500.0),
-        "c": job("c", 0.25, 750.0),
-        "d": job("d", 0.0, 1000.0),
-        "f": job("f", 0.75, 250.0),
-        "e": job("e", 0.75, 250.0),
+        "b": job("b", 0.5, 500.0 / PATIENCE),
+        "a": job("a", 0.5, 500.0 / PATIENCE),
+        "c": job("c", 0.25, 750.0 / PATIENCE),
+        "d": job("d", 0.0, 1000.0 / PATIENCE),
+        "f": job("f", 0.75, 250.0 / PATIENCE),
+        "e": job("e", 0.75, 250.0 / PATIENCE),
     }
     names = list(jobs)
     scheduler = Scheduler(Limits(num_pages=6, max_prefilling=6))
@@ -364,7 +365,7 @@ def test_ties_go_by_arrival_and_then_by_name(order: list[int], room: int) -> Non
 
 def test_one_that_does_not_fit_is_not_overtaken_by_what_is_due_later() -> None:
     scheduler = Scheduler(Limits(num_pages=10))
-    scheduler.add(job("large", 0.0, 100.0, pages=10))
+    scheduler.add(job("large", 0.0, 100.0 / PATIENCE, pages=10))
     scheduler.add(job("later", 0.2, 1.0))
     scheduler.add(job("sooner", 0.05, 1.0))
     assert scheduler.turn(Memory(9)).admit == ("sooner",)
@@ -440,5 +441,5 @@ def test_hits_come_sooner_and_misses_pay_little(seed: int) -> None:
         ttfts(each, limits, lambda load: load.units == MISS) for each in (loads, blind)
     )
     mean, plain_mean = sum(hits) / len(hits), sum(plain_hits) / len(plain_hits)
-    assert mean <= 0.8 * plain_mean
+    assert mean <= 0.5 * plain_mean
     assert max(misses) <= 1.5 * max(plain_misses)

@@ -211,6 +211,7 @@ def test_everything_goes_back_when_batch_and_prompts_are_dropped() -> None:
     company = Company()
     session = company.session
     prefilled = [session.prefill(*guest) for guest in guests(company)[:3]]
+    session.beginnings.forget()
     for request in prefilled:
         company.batch.add(request)
     for _ in range(20):
@@ -300,6 +301,7 @@ def test_a_prompt_that_is_too_long_is_refused_and_leaves_the_batch_as_it_was() -
     company.add(*guests(company)[1])
     with pytest.raises(ValueError, match="64 tokens"):
         company.batch.add(company.session.prefill(spanned(100), Dense()))
+    company.session.beginnings.forget()
     company.steps(3)
     company.check_pages()
 
@@ -369,6 +371,7 @@ def test_generation_yields_the_likeliest_tokens(guest: int) -> None:
     end = wanted[10]
     cut = list(decode(session.executor, session.prefill(*asked), frozenset({end}), GREEDY))
     assert cut == wanted[: wanted.index(end) + 1]
+    session.beginnings.forget()
     assert session.executor.storage.pool.num_used == 0
 
 
@@ -378,6 +381,7 @@ def test_an_abandoned_generation_gives_all_pages_back(taken: int) -> None:
     session = company.alone
     pool = session.executor.storage.pool
     prefilled = session.prefill(*guests(company)[1])
+    session.beginnings.forget()
     tokens = decode(session.executor, prefilled, frozenset(), GREEDY)
     for _ in range(taken):
         next(tokens)

@@ -151,7 +151,7 @@ class Keeping(RuleBasedStateMachine):
         assert self.beginnings.num_bytes == held * self.storage.page_bytes
         assert held == self.storage.pool.num_used == self.beginnings.reclaimable()
         assert held <= CAPACITY * ROWS
-        self.storage.pool.check([cache._table.held for cache, _ in self.kept.values()])
+        self.storage.pool.check([cache.held for cache, _ in self.kept.values()])
 
 
 TestKeeping = Keeping.TestCase

@@ -17,6 +17,7 @@ from redknot.execution import ExecutionSettings
 from redknot.execution import clock as module
 from redknot.execution.clock import Clock
 from redknot.execution.executor import Prefilled
+from redknot.execution.layer import finish
 from redknot.execution.session import Session
 from redknot.execution.turns import Turns, drained
 from redknot.recovery import Policy
@@ -84,7 +85,7 @@ def together(works: list[Turns[Any]], order: Iterator[int]) -> list[Any]:
     while left:
         mine = left[next(order, 0) % len(left)]
         try:
-            assert next(works[mine]) > 0
+            assert next(works[mine]) >= 0
         except StopIteration as end:
             results[mine] = end.value
             left.remove(mine)
@@ -169,8 +170,8 @@ def test_an_abandoned_building_gives_all_pages_back_and_stores_nothing(step: int
     assert session.store.get(session.key(text)) is None
 
 
-OTHERS = 1000.0
-"Seconds of somebody else's turn; reading the clock takes one second of one's own."
+OTHERS, OWN = 1000.0, 100.0
+"Seconds of somebody else's turn and of one's own layer; reading the clock takes one second."
 
 
 class Now:
@@ -188,11 +189,19 @@ class Now:
 def test_what_others_do_between_two_turns_is_charged_to_wait(
     policy: Policy, takes_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = Now()
+    session, now = opened(None), Now()
     monkeypatch.setattr(module.time, "perf_counter", now.read)
     clock = Clock(torch.device("cpu"), takes_turns=takes_turns)
-    pauses = 0
-    for _ in (work := prefilling(opened(None), policy, PROMPTS[0], clock)):
+    pauses = layers = 0
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        nonlocal layers
+        layers += 1
+        now.seconds += OWN
+        return finish(*arguments)
+
+    monkeypatch.setattr("redknot.execution.recover.finish", slow)
+    for _ in (work := prefilling(session, policy, PROMPTS[0], clock)):
         now.seconds += OTHERS
         pauses += 1
     assert work.gi_frame is None
@@ -200,19 +209,21 @@ def test_what_others_do_between_two_turns_is_charged_to_wait(
     assert pauses >= 4
     if takes_turns:
         wait = seconds.pop("wait")
-        assert OTHERS * pauses <= wait < OTHERS * (pauses + 1)
-        assert all(spent < OTHERS for spent in seconds.values())
+        assert OTHERS * pauses <= wait < OTHERS * pauses + OWN
+        assert OWN * layers <= seconds.pop("recover") < OWN * (layers + 1)
+        assert sum(seconds.values()) < OWN
     else:
         assert "wait" not in seconds
-        assert sum(seconds.values()) >= OTHERS * pauses
-    assert {"relocate", "recover"} <= set(seconds)
+        assert seconds["recover"] >= OWN * layers + OTHERS * (layers - 1)
+        assert sum(seconds.values()) >= OWN * layers + OTHERS * pauses
+    assert "relocate" in seconds
 
 
 def test_time_in_the_queue_before_the_first_turn_is_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = Now()
+    session, now = opened(None), Now()
     monkeypatch.setattr(module.time, "perf_counter", now.read)
     clock = Clock(torch.device("cpu"), takes_turns=True)
-    work = prefilling(opened(None), Dense(), PROMPTS[0], clock)
+    work = prefilling(session, Dense(), PROMPTS[0], clock)
     now.seconds += OTHERS
     drained(work)
     assert OTHERS <= clock.seconds["wait"] < 2 * OTHERS

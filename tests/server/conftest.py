@@ -1,17 +1,14 @@
 """The app over a scripted engine, the same behind a socket, and a real server process."""
 
-import json
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
+from tests.server.running import KEYS, SMALL, UNVERIFIED, Running, wait, write_model
 from tests.server.scripted import TOKENIZER, ScriptedEngine
 from transformers import PreTrainedTokenizerBase
 
@@ -19,25 +16,6 @@ from redknot.server.app import build_app
 from redknot.server.rendering import Renderer
 from redknot.server.service import Service
 from redknot.server.settings import ServerSettings
-
-REAL_ENGINE = True
-BACKENDS = ("scripted", "real") if REAL_ENGINE else ("scripted",)
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "eos_token_id": 257,
-}
-OPTIONS = ("--load-format", "dummy", "--policy", "dense", "--head-map", "none")
-UNVERIFIED = ("--allow-unverified", "--gate-skip", "--pool-bytes", str(32 << 20))
 
 Opened = Callable[..., httpx.AsyncClient]
 Served = Callable[..., str]
@@ -113,50 +91,31 @@ def served(engine: ScriptedEngine) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config alone; weights are random."""
+    """A tiny model with random weights."""
     folder = tmp_path_factory.mktemp("served") / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_model(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def real_server(model_folder: Path) -> Iterator[str]:
-    """The address of `redknot serve` with its own engine process."""
-    port = free_port()
-    command = [sys.executable, "-m", "redknot", "serve", str(model_folder), "--port", str(port)]
-    process = subprocess.Popen([*command, *OPTIONS, *UNVERIFIED])
-    address = f"http://127.0.0.1:{port}"
-    wait(lambda: process.poll() is not None or _answers(address), 120)
-    assert process.poll() is None, "the server did not start"
-    yield address
-    process.terminate()
-    assert process.wait(60) == 0
+def real(model_folder: Path) -> Iterator[Running]:
+    """`redknot serve` with its own engine process, two keys, few pages and a short queue."""
+    keys = [option for key in KEYS for option in ("--api-key", key)]
+    running = Running(str(model_folder), *UNVERIFIED, *SMALL, *keys).until_ready()
+    yield running
+    assert running.process.poll() is None, "a test ended the server"
+    assert running.stop() == 0
+    running.kill()
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["scripted", "real"])
 def http(request: pytest.FixtureRequest) -> httpx.AsyncClient:
     """A client of whichever engine: for tests that hold for any answer."""
     if request.param == "scripted":
         return request.getfixturevalue("client")
-    address = request.getfixturevalue("real_server")
-    return httpx.AsyncClient(base_url=address, timeout=60)
+    return request.getfixturevalue("real").client()
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]
-
-
-def _answers(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def wait(ready: Callable[[], bool], seconds: float = 10) -> None:
-    until = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < until, "it took too long"
-        time.sleep(0.01)

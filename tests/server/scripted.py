@@ -36,6 +36,7 @@ READY = Ready(
     page_bytes=1024,
     policy="question_drop",
     head_map="",
+    end_token_ids=(TOKENIZER.eos_token_id,),
 )
 POOL = PoolUse(total=64, free=40, requests=16, prefixes=8, by_class={"global": 12, "local": 4})
 COUNTERS = {
@@ -145,6 +146,10 @@ class ScriptedEngine:
         return Segments(request_id=asked.request_id, segments=found)
 
     async def close(self, drain_seconds: float = 30.0) -> None:
+        """End."""
+        self.gone.set()
+
+    def kill(self) -> None:
         """End."""
         self.gone.set()
 

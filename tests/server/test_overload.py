@@ -7,7 +7,8 @@ import time
 import httpx
 import pytest
 from tests.server.asked import CHAT, ENDPOINTS, body, error_of
-from tests.server.conftest import Opened, Served, wait
+from tests.server.conftest import Opened, Served
+from tests.server.running import wait
 from tests.server.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio

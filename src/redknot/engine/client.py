@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +72,10 @@ class EngineClient:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> "EngineClient":
-        """Start the process and wait until it takes requests; `EngineGone` says why it does not."""
+        """Start the process and wait until it takes requests; `EngineGone` says why it does not.
+
+        Cancelled while it waits, it leaves no process behind.
+        """
         folder = tempfile.TemporaryDirectory(prefix="redknot-")  # readable by its owner alone
         address = f"ipc://{Path(folder.name) / 'engine'}"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -80,23 +83,20 @@ class EngineClient:
         socket.set_hwm(0)
         socket.bind(address)
         process = subprocess.Popen(
-            [sys.executable, "-m", "redknot.engine.process", address], stdin=subprocess.PIPE
+            [sys.executable, "-m", "redknot.engine.process", address],
+            stdin=subprocess.PIPE,
+            process_group=0,  # a terminal's SIGINT is for the server, which lets requests end
         )
-        if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(config))
-            process.stdin.close()
-        first: FromEngine | None = None
-        while first is None or isinstance(first, Heartbeat):
-            if await socket.poll(200):
-                first = _decoder.decode(await socket.recv())
-            elif process.poll() is not None:
-                first = Failed(message=f"the engine process ended with {process.returncode}")
-        if not isinstance(first, Ready):
-            socket.close()
-            process.wait()
-            folder.cleanup()
-            raise EngineGone(first.message if isinstance(first, Failed) else repr(first))
-        client = cls(first, process, socket, folder)
+        client: EngineClient | None = None
+        try:
+            first = await _first_word(config, process, socket)
+            if not isinstance(first, Ready):
+                raise EngineGone(first.message if isinstance(first, Failed) else repr(first))
+            client = cls(first, process, socket, folder)
+        finally:
+            if client is None:
+                process.kill()
+                _let_go(process, socket, folder)
         client._reader = asyncio.create_task(client._read())
         return client
 
@@ -110,7 +110,7 @@ class EngineClient:
         """Whether the engine runs and has lately made a sign of life."""
         return not self.gone.is_set() and time.monotonic() - self._seen < STUCK_SECONDS
 
-    async def submit(self, request: Submit) -> AsyncIterator[Event]:
+    async def submit(self, request: Submit) -> AsyncGenerator[Event, None]:
         """Everything that happens to ``request``; the last `Ended` is the last event.
 
         `RequestRefused` comes before the first event or not at all. Leaving the iterator early
@@ -158,12 +158,14 @@ class EngineClient:
             try:
                 await asyncio.wait_for(self.gone.wait(), drain_seconds + STUCK_SECONDS)
             except TimeoutError:
-                self._process.kill()
+                self.kill()
         if self._reader is not None:
             await self._reader
-        self._process.wait()
-        self._socket.close()
-        self._folder.cleanup()
+        _let_go(self._process, self._socket, self._folder)
+
+    def kill(self) -> None:
+        """End the process at once; `gone` is set soon after."""
+        self._process.kill()
 
     async def _send(self, message: ToEngine) -> None:
         await self._socket.send(_encoder.encode(message))
@@ -186,9 +188,10 @@ class EngineClient:
     async def _read(self) -> None:
         """Hand out messages until the process ends, then tell everybody."""
         while True:
+            ended = self._process.poll() is not None  # asked first: its last words come before
             if await self._socket.poll(200):
                 self._hand_out(_decoder.decode(await self._socket.recv()))
-            elif self._process.poll() is not None:
+            elif ended:
                 break
         self.gone.set()
         for queue in self._waiting.values():
@@ -209,6 +212,36 @@ class EngineClient:
         queue = self._waiting.get(request_id)  # its client may have left
         if queue is not None:
             queue.put_nowait(event)
+
+
+async def _first_word(
+    config: EngineConfig, process: "subprocess.Popen[bytes]", socket: zmq.asyncio.Socket
+) -> FromEngine:
+    """Tell the process what to be; what it says about that."""
+    if process.stdin is not None:  # stays open: the process ends when it closes
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
+        process.stdin.flush()
+    while True:
+        ended = process.poll()
+        if await socket.poll(200):
+            word: FromEngine = _decoder.decode(await socket.recv())
+            if not isinstance(word, Heartbeat):
+                return word
+        elif ended is not None:
+            return Failed(message=f"the engine process ended with {ended}")
+
+
+def _let_go(
+    process: "subprocess.Popen[bytes]",
+    socket: zmq.asyncio.Socket,
+    folder: "tempfile.TemporaryDirectory[str]",
+) -> None:
+    """Of a process that has ended, or is about to."""
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+    socket.close()
+    folder.cleanup()
 
 
 def new_request_id() -> str:

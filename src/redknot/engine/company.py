@@ -1,7 +1,9 @@
 """Those who decode: one batch for all, and one each for requests that must be exact."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from redknot.engine.messages import TokenInfo
@@ -34,7 +36,7 @@ class Company:
     def add(self, choice: Choice, prefilled: Prefilled) -> None:
         """Let ``choice`` decode from its last token on; ``prefilled`` holds those before."""
         if choice.request.submit.exact:
-            batch = self._alone[choice] = DecodeBatch(self.executor, 1, self.max_tokens)
+            batch = self._alone[choice] = self._batch_of_one()
             batch.add(prefilled)
         else:
             self._shared.add(prefilled)
@@ -58,10 +60,12 @@ class Company:
         cache, length = batch.requests[number].cache, batch.lengths[number]
         return cache.num_rows if length >= cache.length else 0
 
-    def num_pages(self, choice: Choice) -> int:
-        """Pages that ``choice`` holds, shared ones included."""
-        batch, number = self._place(choice)
-        return batch.requests[number].cache.num_pages
+    def own_pages(self, choices: Sequence[Choice]) -> int:
+        """Pages that nobody but ``choices`` holds."""
+        places = [self._place(choice) for choice in choices]
+        held = np.concatenate([batch.requests[number].cache.held for batch, number in places])
+        pages, times = np.unique(held, return_counts=True)
+        return int((self.executor.storage.pool.references(pages) == times).sum())
 
     def prefilled(self) -> list[Prefilled]:
         """Prompts of all choices that decode."""
@@ -90,13 +94,20 @@ class Company:
         if not known:
             return
         if not choice.request.submit.exact:
+            prefilled.retain()
             self.executor.extend(prefilled, torch.tensor(known))
             return
-        batch = DecodeBatch(self.executor, 1, self.max_tokens)
+        batch = self._batch_of_one()
         batch.add(prefilled)
         for token in known:
             batch.step([token])
         batch.remove(0)
+
+    def _batch_of_one(self) -> DecodeBatch:
+        storage = self.executor.storage
+        if not storage.pool.num_free:
+            storage.reclaim(1)  # for its idle slots
+        return DecodeBatch(self.executor, 1, self.max_tokens)
 
     def _place(self, choice: Choice) -> tuple[DecodeBatch, int]:
         alone = self._alone.get(choice)

@@ -122,7 +122,7 @@ class Engine:
             raise RuntimeError("pages are held and no request is there")
 
     def held_pages(self) -> int:
-        """Pages that requests hold, shared ones counted for each."""
+        """Pages that would be free without requests."""
         return sum(self._held(request) for request in self.requests.values())
 
     def _is_idle(self, turn: Turn) -> bool:
@@ -163,7 +163,7 @@ class Engine:
     def _held(self, request: Request) -> int:
         job = self.scheduler.jobs[request.request_id]
         if job.phase is Phase.DECODE:
-            return sum(self.company.num_pages(choice) for choice in request.left)
+            return self.company.own_pages(request.left)
         return job.pages if request.work is not None else 0
 
     def _admit(self, job_id: str) -> None:
@@ -174,6 +174,8 @@ class Engine:
             self.opening.begin(request, self.background.fallback)
         except FAULTS as error:
             self._fail(request, error)
+            return
+        self._advance_request(request)  # which takes its pages
 
     def _preempt(self, job_id: str) -> None:
         request = self.requests.get(job_id)
@@ -314,8 +316,11 @@ class Engine:
             if ended.reason in ("stop", "length", "cancelled"):
                 self._keep(choice, prefilled)
             prefilled.cache.release()
-        in_place = request.prefilled is None
-        if not request.left and in_place:
+        if request.prefilled is not None:  # its first tokens are being chosen
+            return
+        if request.left:
+            self.scheduler.jobs[request.request_id].choices = len(request.left)
+        else:
             self._finish(request)
 
     def _keep(self, choice: Choice, prefilled: execution.Prefilled) -> None:

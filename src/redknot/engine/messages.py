@@ -131,6 +131,8 @@ class Ready(Message, frozen=True, kw_only=True):
     "The default policy."
     head_map: str
     "Digest of the head map; empty without one."
+    end_token_ids: tuple[int, ...]
+    "Tokens that end an answer unless a request ignores them."
     gate: GateReport | None = None
 
 

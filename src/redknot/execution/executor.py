@@ -244,9 +244,12 @@ class Executor:
     def _relocated(
         self, layout: Layout, lookup: Lookup, policy: Policy, beginning: PromptCache | None
     ) -> Turns[PromptCache]:
-        """A cache with all known state in place; chunks of a static plan make their own room."""
+        """A cache with all known state in place, in turns of which the first takes the pages.
+
+        Chunks of a plan with windows take them one by one, as windows give back others.
+        """
         tokens = layout.num_tokens
-        if self._chunk_tokens(policy) is not None:
+        if self._chunk_tokens(policy) is not None and policy.windows.on_context:
             tokens = max([layout.exact, *(stop for _, stop in layout.segments)])
         if beginning is not None and layout.exact:
             cache = beginning.fork()
@@ -254,6 +257,7 @@ class Executor:
             cache.reserve(tokens)
         else:
             cache = PromptCache.allocate(self.adapter, tokens, self.storage)
+        yield 0
         hits = lookup.hits if layout.segments else ()
         states = on_device([state for _, state in hits], self.adapter.device)
         for (span, _), state in zip(hits, states, strict=True):

@@ -43,7 +43,7 @@ class Planner:
     """Decides for one executor; calibrates at the first decision, or when told to."""
 
     def __init__(self, executor: Executor, instead: Policy = Dense()) -> None:
-        """``instead`` runs where a policy would lose: dense, or prefix where prompts share pages."""
+        """``instead`` runs where a policy would lose: dense, or prefix if prompts share pages."""
         self._executor, self._instead = executor, instead
         self._rates: Rates | None = None
         self._known: dict[Hashable, tuple[HeadMap | None, float]] = {}

@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -77,8 +77,7 @@ class Answer:
             for at in range(request.sampling.n)
         ]
         watch = _Watch(service, self._trace)
-        events = cast("AsyncGenerator[Event, None]", service.client.submit(request))
-        async with aclosing(events):
+        async with aclosing(service.client.submit(request)) as events:
             async for event in events:
                 watch.see(event)
                 for update in _updates(event, choices):

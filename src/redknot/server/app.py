@@ -2,7 +2,7 @@
 
 from fastapi import FastAPI
 
-from redknot.server import admin, chat, completions, errors, segments
+from redknot.server import admin, chat, completions, docs, errors, segments
 from redknot.server.auth import Keyring
 from redknot.server.guard import Guard
 from redknot.server.service import Service
@@ -16,10 +16,11 @@ def build_app(service: Service) -> FastAPI:
         version=__version__,
         description="OpenAI-compatible answers over documents whose state is reused.",
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's page takes its viewer from elsewhere
         redoc_url=None,
     )
     app.state.service = service
-    for router in (admin, chat, completions, segments):
+    for router in (admin, docs, chat, completions, segments):
         app.include_router(router.router)
     app.include_router(segments.strict)
     errors.install(app)

@@ -109,8 +109,16 @@ async def _job(service: Service, body: ChatRequest, request: Request) -> Job:
         request=submit,
         stop=body.stops,
         parser=parser,
+        hidden=frozenset() if parser is None else _hidden(service),
         single_call=body.parallel_tool_calls is False,
     )
+
+
+def _hidden(service: Service) -> frozenset[int]:
+    """Control tokens that no call is written with."""
+    tool_format = service.renderer.tool_format
+    words = () if tool_format is None else tool_format.words
+    return service.renderer.control - {*service.tokenizer.convert_tokens_to_ids(list(words))}
 
 
 class _Reply:

@@ -31,6 +31,8 @@ class Job:
     stop: tuple[str, ...] = ()
     parser: Callable[[], Parser] | None = None
     "Made for each choice; None where no tools are offered."
+    hidden: frozenset[int] = frozenset()
+    "Tokens that are no text where tools are offered: control tokens but for those of calls."
     single_call: bool = False
     "End a choice with its first call of a tool."
 
@@ -102,7 +104,8 @@ class Choice:
     def _feed(self, token: TokenInfo) -> Iterator[Piece | Finished]:
         self.num_tokens += 1
         self._untold.append((self._writer.length, token))
-        yield from self._tell("".join(self._writer.add(token.token_id)))
+        hidden = token.token_id in self.job.hidden
+        yield from self._tell("" if hidden else "".join(self._writer.add(token.token_id)))
         if self._writer.stopped or (self._num_calls and self.job.single_call):
             yield from self._finish("stop")
 

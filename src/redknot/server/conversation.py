@@ -38,7 +38,7 @@ def grammar_of(body: schema.ChatRequest) -> Grammar | None:
 def _message(service: Service, salt: str, at: int, message: schema.Message) -> ChatMessage:
     content = message.content
     if content is None:
-        parts: tuple[TextPart, ...] = ()
+        parts: tuple[TextPart | Document, ...] = ()
     elif isinstance(content, str):
         parts = (TextPart(content),)
     else:
@@ -57,16 +57,16 @@ def _message(service: Service, salt: str, at: int, message: schema.Message) -> C
     return ChatMessage(role, parts, extra)
 
 
-def _part(service: Service, salt: str, part: schema.Part, param: str) -> TextPart:
+def _part(service: Service, salt: str, part: schema.Part, param: str) -> TextPart | Document:
     if isinstance(part, schema.DocumentContent):
-        return TextPart(part.text, segment=True, title=part.title)
+        return Document(part.text, part.title)
     if isinstance(part, schema.TextContent):
         return TextPart(part.text, segment=True if part.cache_control is not None else None)
     found = service.registry.get(salt, part.id)
     if found is None:
         message = f"no segment {part.id[:64]!r} is registered"
         raise ApiError(404, message, param=f"{param}.id", code="segment_not_found")
-    return TextPart(found.text, segment=True, title=found.title)
+    return Document(found.text, found.title)
 
 
 def _document(at: int, document: schema.DocumentField) -> Document:

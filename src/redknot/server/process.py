@@ -4,7 +4,8 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import uvicorn
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,18 @@ from redknot.server.settings import ServerSettings
 logger = logging.getLogger("redknot.server")
 
 
+class Stop:
+    """What signals ask for: the first that requests end and nothing new is taken, the next that
+    all ends at once."""
+
+    def __init__(self) -> None:
+        self.wanted, self.at_once = asyncio.Event(), asyncio.Event()
+
+    def signal(self) -> None:
+        """One more signal."""
+        (self.at_once if self.wanted.is_set() else self.wanted).set()
+
+
 async def serve(
     config: EngineConfig,
     settings: ServerSettings,
@@ -31,37 +44,43 @@ async def serve(
     ``announce`` is called with the address once requests are taken. `InputError` if the address
     is not free, `EngineGone` if the engine does not start.
     """
-    listener = _bind(settings.host, settings.port)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn hands its own back to these
-        loop.add_signal_handler(number, stop.set)
-    starting = asyncio.create_task(EngineClient.start(config))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
-        listener.close()
-        return True
-    stopping.cancel()
-    client = starting.result()
-    service = Service(client, Renderer(tokenizer), tokenizer, settings)
-    server = _Server(service, settings, lambda: announce(service, _address(listener)))
-    watch = asyncio.create_task(server.stop_when_gone())
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        watch.cancel()
-        service.close()
-        ended = client.gone.is_set()
-        await client.close(settings.drain_seconds)
+    stop, loop = Stop(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.signal)
+    with closing(_bind(settings.host, settings.port)) as listener:
+        client = await _started(config, stop)
+        if client is None:
+            return True
+        service = Service(client, Renderer(tokenizer), tokenizer, settings)
+        server = _Server(service, settings, lambda: announce(service, _address(listener)))
+        watch = asyncio.create_task(server.stop_when_told(stop))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            service.close()
+            ended = client.gone.is_set() and not stop.wanted.is_set()
+            await client.close(settings.drain_seconds)
+            watch.cancel()
     if ended:
         logger.error("the engine has ended by itself")
     return not ended
 
 
+async def _started(config: EngineConfig, stop: Stop) -> EngineClient | None:
+    """The engine, unless the server is told to stop before it is there."""
+    starting = asyncio.create_task(EngineClient.start(config))
+    stopping = asyncio.create_task(stop.wanted.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if starting.done():
+        return starting.result()
+    starting.cancel()
+    await asyncio.wait({starting})  # its process ends with it
+    return None
+
+
 class _Server(uvicorn.Server):
-    """Says when it is ready, and stops with its engine."""
+    """Says when it is ready, and stops with its engine or when told to."""
 
     def __init__(
         self, service: Service, settings: ServerSettings, announce: Callable[[], None]
@@ -78,15 +97,28 @@ class _Server(uvicorn.Server):
         )
         self._service, self._announce = service, announce
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None: the process has handlers of its own, from before the start to the very end."""
+        yield
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, then say so."""
         await super().startup(sockets)
         self._announce()
 
-    async def stop_when_gone(self) -> None:
+    async def stop_when_told(self, stop: Stop) -> None:
         """Without an engine there is nothing to serve."""
-        await self._service.client.gone.wait()
+        reasons = [
+            asyncio.create_task(one.wait()) for one in (self._service.client.gone, stop.wanted)
+        ]
+        await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+        for reason in reasons:
+            reason.cancel()
         self.should_exit = True
+        await stop.at_once.wait()
+        self.force_exit = True
+        self._service.client.kill()
 
 
 def _bind(host: str, port: int) -> socket.socket:

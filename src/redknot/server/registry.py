@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A text with an id, and the key of its state in the engine."""
+    """A text with an id, and the keys of its states in the engine."""
 
     id: str
     text: str
     title: str
-    key: str
+    keys: tuple[str, ...]
+    "One, unless the chat template writes documents in a way of its own."
     num_tokens: int
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -27,7 +27,8 @@ from redknot.server.hints import Piece, Reader, TextPart
 from redknot.server.tools import ToolFormat
 
 __all__ = ["ChatMessage", "Renderer", "TextPart"]
-_HEADING = "---\n\n"
+_RULE = "---\n\n"
+_BREAK = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,19 @@ class ChatMessage:
     """A message; without parts its text is empty, which null content means too."""
 
     role: str
-    parts: tuple[TextPart, ...] = ()
+    parts: tuple[TextPart | Document, ...] = ()
+    "A document has the ids here that it has in every other place."
     extra: Mapping[str, Any] = field(default_factory=dict)
     "Further fields as OpenAI names them: name, tool_calls, tool_call_id, reasoning_content."
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A message with its documents as text."""
+
+    role: str
+    parts: tuple[TextPart, ...]
+    extra: Mapping[str, Any]
 
 
 class Renderer:
@@ -65,12 +76,14 @@ class Renderer:
         "Fewest tokens of a segment that nobody marked; what is marked may have any length."
         self.tool_format = ToolFormat.of(template_of(tokenizer, [{}]))
         "How the model calls tools; None if it, or this server, cannot."
-        self._control = frozenset(tokenizer.all_special_ids) | {
+        self.control = frozenset(tokenizer.all_special_ids) | {
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         }
+        "Control tokens, which are no text."
         self._bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
-        self._heading = ""
-        self._heading = "" if self._same_ids_in_front() else _HEADING
+        self._heading = self._closing = ""
+        self._heading = "" if self._same_ids_in_front() else _RULE
+        self._closing = "" if self._same_ids_at_the_end() else _RULE.strip()
 
     def chat(
         self,
@@ -94,19 +107,17 @@ class Renderer:
             raise InputError("there are no messages")
         check_variables(self._tokenizer, variables or {})
         settings = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
-        texts = [self._template.of(document, n) for n, document in enumerate(documents, 1)]
-        found: list[Range] = []
+        for number, document in enumerate(documents, 1):
+            self._template.of(document, number)  # none may be empty
+        written, found = [self._written(message) for message in messages], list[Range]()
         if documents and _knows_documents(template_of(self._tokenizer, tools)):
-            placed = self._place(messages, settings, documents)
+            placed = self._place(written, settings, documents)
             found = _documents_in(placed, len(messages), len(documents))
         if not found or NOWHERE in found:
             found = []
-            parts = [
-                TextPart(text, True, document.title)
-                for text, document in zip(texts, documents, strict=True)
-            ]
-            messages = self._in_front(messages, parts) if parts else messages
-            placed = self._place(messages, settings)
+            if documents:
+                written = [self._written(one) for one in _in_front(messages, documents)]
+            placed = self._place(written, settings)
         encoded = encode(self._tokenizer, placed.text)
         if not len(encoded):
             raise InputError("the prompt is empty")
@@ -114,7 +125,7 @@ class Renderer:
             Span(*encoded.inside(characters), document.title)
             for characters, document in zip(found, documents if found else (), strict=True)
         ]
-        return self._read(encoded, _pieces(messages, placed, encoded), given, question, segments)
+        return self._read(encoded, _pieces(written, placed, encoded), given, question, segments)
 
     def completion(
         self,
@@ -140,14 +151,21 @@ class Renderer:
     def segment(self, text: str, title: str = "") -> Int[Tensor, "token"]:
         """Ids of a document as they stand in any prompt that has it in ``documents``."""
         user = ChatMessage("user", (TextPart("?"),))
-        prompt = self.chat([user], documents=[Document(text, title)])
-        if len(prompt.spans) != 1:
-            raise InputError("the text holds control tokens, or the chat template changes it")
-        return prompt.token_ids[prompt.spans[0].start : prompt.spans[0].stop]
+        return _only_span(self.chat([user], documents=[Document(text, title)]))
+
+    def forms(self, text: str, title: str = "") -> list[Int[Tensor, "token"]]:
+        """Ids of a document wherever it may stand, as a rule the same everywhere.
+
+        A template that knows documents writes them in its own way, and not those in a message.
+        """
+        given = self.segment(text, title)
+        user = ChatMessage("user", (Document(text, title), TextPart("?")))
+        said = _only_span(self.chat([user]))
+        return [given] if torch.equal(given, said) else [given, said]
 
     def _place(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[_Written],
         settings: Mapping[str, Any],
         documents: Sequence[Document] = (),
     ) -> Placed:
@@ -168,33 +186,43 @@ class Renderer:
 
         return place([*contents, *handed], render)
 
-    def _extra(self, message: ChatMessage) -> dict[str, Any]:
+    def _extra(self, message: _Written) -> dict[str, Any]:
         if self.tool_format is None:
             return dict(message.extra)
         return self.tool_format.for_template(message.extra)
 
-    def _in_front(
-        self, messages: Sequence[ChatMessage], documents: list[TextPart]
-    ) -> list[ChatMessage]:
-        """``documents`` before the user's last words, whose leading blanks would join them."""
-        users = [index for index, message in enumerate(messages) if message.role == "user"]
-        if not users:
-            raise InputError("documents need a message of the user")
-        parts = list(messages[users[-1]].parts)
-        while parts and not parts[0].text.strip():
-            del parts[0]
-        if parts:
-            parts[0] = replace(parts[0], text=parts[0].text.lstrip())
-        heading = [TextPart(self._heading, False)] if self._heading else []
-        changed = list(messages)
-        changed[users[-1]] = replace(messages[users[-1]], parts=(*heading, *documents, *parts))
-        return changed
+    def _written(self, message: ChatMessage) -> _Written:
+        """Documents as text, set apart from what stands beside them: no token joins the two."""
+        parts: list[TextPart] = []
+        number, behind = 0, False
+        for part in message.parts:
+            if isinstance(part, TextPart):
+                text = part.text.lstrip() if behind else part.text
+                parts += [replace(part, text=text)] if text or not behind else []
+                behind = behind and not text
+                continue
+            number += 1
+            if not any(one.text.strip() for one in parts):
+                parts = [TextPart(self._heading, False)] if self._heading else []
+            elif not parts[-1].text.endswith(_BREAK):
+                parts.append(TextPart(_BREAK, False))
+            parts.append(TextPart(self._template.of(part, number), True, part.title))
+            behind = True
+        if behind and self._closing:
+            parts.append(TextPart(self._closing, False))
+        return _Written(message.role, tuple(parts), message.extra)
 
     def _same_ids_in_front(self) -> bool:
         """Whether a document has the same ids directly behind the head of the user's message."""
-        user = ChatMessage("user", (TextPart("?"),))
+        return self._same_ids((Document("x", "x"), Document("x", "x"), TextPart("?")))
+
+    def _same_ids_at_the_end(self) -> bool:
+        """Whether a document has the same ids where nothing follows in its message."""
+        return self._same_ids((Document("x", "x"), Document("x", "x")))
+
+    def _same_ids(self, parts: tuple[TextPart | Document, ...]) -> bool:
         try:
-            prompt = self.chat([user], documents=[Document("x", "x")] * 2)
+            prompt = self.chat([ChatMessage("user", parts)])
         except InputError:  # a template that does not take a single message
             return True
         ids = [prompt.token_ids[span.start : span.stop].tolist() for span in prompt.spans]
@@ -208,7 +236,7 @@ class Renderer:
         place: QuestionPlace,
         segments: bool,
     ) -> Prompt:
-        reader = Reader(encoded, pieces, given, self._chunks, place, self._control)
+        reader = Reader(encoded, pieces, given, self._chunks, place, self.control)
         spans, probe = reader.read()
         return Prompt(encoded.token_ids, spans if segments else (), probe)
 
@@ -225,6 +253,22 @@ class Renderer:
         return Encoded(text, torch.tensor(token_ids, dtype=torch.int64), list(pairwise(ends)))
 
 
+def _in_front(messages: Sequence[ChatMessage], documents: Sequence[Document]) -> list[ChatMessage]:
+    """``documents`` before the user's last words."""
+    users = [index for index, message in enumerate(messages) if message.role == "user"]
+    if not users:
+        raise InputError("documents need a message of the user")
+    changed, last = list(messages), messages[users[-1]]
+    changed[users[-1]] = replace(last, parts=(*documents, *last.parts))
+    return changed
+
+
+def _only_span(prompt: Prompt) -> Int[Tensor, "token"]:
+    if len(prompt.spans) != 1:
+        raise InputError("the text holds control tokens, or the chat template changes it")
+    return prompt.token_ids[prompt.spans[0].start : prompt.spans[0].stop]
+
+
 def _knows_documents(template: str | None) -> bool:
     return template is not None and re.search(r"\bdocuments\b", template) is not None
 
@@ -239,7 +283,7 @@ def _documents_in(placed: Placed, first: int, count: int) -> list[Range]:
     return found
 
 
-def _pieces(messages: Sequence[ChatMessage], placed: Placed, encoded: Encoded) -> list[Piece]:
+def _pieces(messages: Sequence[_Written], placed: Placed, encoded: Encoded) -> list[Piece]:
     """The parts of the messages that own tokens."""
     pieces = []
     for index, message in enumerate(messages):

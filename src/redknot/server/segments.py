@@ -17,6 +17,7 @@ from redknot.server.service import Service
 from redknot.server.strict import StrictRoute, check_type, parse_json, read_body
 
 LINE_TYPES = ("application/x-ndjson", "application/jsonl", "application/json-lines")
+STATES = ("absent", "building", "ready")
 router = APIRouter(tags=["segments"])
 strict = APIRouter(route_class=StrictRoute, tags=["segments"])
 
@@ -64,7 +65,7 @@ async def list_segments(request: Request) -> Response:
     salt = request.state.tenant.salt
     entries = service.registry.of_tenant(salt)
     states = await _states(service, salt, entries)
-    data = [_shown(entry, states.get(entry.key)) for entry in entries]
+    data = [_shown(entry, states) for entry in entries]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -74,7 +75,7 @@ async def get_segment(request: Request, segment: str) -> Response:
     service: Service = request.app.state.service
     entry = _known(request, segment)
     states = await _states(service, request.state.tenant.salt, [entry])
-    return JSONResponse(_shown(entry, states.get(entry.key)))
+    return JSONResponse(_shown(entry, states))
 
 
 @router.delete("/v1/segments/{segment}", response_model=None)
@@ -82,12 +83,12 @@ async def delete_segment(request: Request, segment: str) -> Response:
     """Forget a text and its state."""
     service: Service = request.app.state.service
     entry, salt = _known(request, segment), request.state.tenant.salt
-    others = [one for one in service.registry.of_tenant(salt) if one.id != entry.id]
     service.registry.remove(salt, entry.id)
-    if all(one.key != entry.key for one in others):
+    used = {key for one in service.registry.of_tenant(salt) for key in one.keys}
+    for key in set(entry.keys) - used:
         try:
             await service.client.segments(
-                SegmentDelete(request_id=new_request_id(), salt=salt, key=entry.key)
+                SegmentDelete(request_id=new_request_id(), salt=salt, key=key)
             )
         except RequestRefused as error:
             if error.refusal.status != 404:  # evicted before
@@ -98,18 +99,22 @@ async def delete_segment(request: Request, segment: str) -> Response:
 async def _register(request: Request, text: SegmentText) -> dict[str, Any]:
     service: Service = request.app.state.service
     salt = request.state.tenant.salt
-    token_ids = await service.off_loop(service.renderer.segment, text.text, text.title)
-    answer = await service.client.segments(
-        SegmentAdd(
-            request_id=new_request_id(), salt=salt, token_ids=token_ids.tolist(), title=text.title
+    infos = []
+    for token_ids in await service.off_loop(service.renderer.forms, text.text, text.title):
+        ids = token_ids.tolist()
+        answer = await service.client.segments(
+            SegmentAdd(request_id=new_request_id(), salt=salt, token_ids=ids, title=text.title)
         )
-    )
-    info = answer.segments[0]
+        infos.append(answer.segments[0])
     entry = Registered(
-        segment_id(salt, text.text, text.title), text.text, text.title, info.key, len(token_ids)
+        id=segment_id(salt, text.text, text.title),
+        text=text.text,
+        title=text.title,
+        keys=tuple(info.key for info in infos),
+        num_tokens=infos[0].num_tokens,
     )
     service.registry.add(salt, entry)
-    return _shown(entry, info)
+    return _shown(entry, {info.key: info for info in infos})
 
 
 async def _register_all(request: Request, texts: list[SegmentText]) -> list[dict[str, Any]]:
@@ -138,7 +143,7 @@ def _line(line: bytes, number: int) -> SegmentText:
 async def _states(service: Service, salt: str, entries: list[Registered]) -> dict[str, SegmentInfo]:
     if not entries:
         return {}
-    keys = tuple(dict.fromkeys(entry.key for entry in entries))
+    keys = tuple(dict.fromkeys(key for entry in entries for key in entry.keys))
     answer = await service.client.segments(
         SegmentQuery(request_id=new_request_id(), salt=salt, keys=keys)
     )
@@ -153,14 +158,18 @@ def _known(request: Request, segment: str) -> Registered:
     return entry
 
 
-def _shown(entry: Registered, info: SegmentInfo | None) -> dict[str, Any]:
+def _shown(entry: Registered, states: dict[str, SegmentInfo]) -> dict[str, Any]:
+    found = [states[key] for key in entry.keys if key in states]
+    worst = min(found, key=lambda info: STATES.index(info.state), default=None)
+    if len(found) < len(entry.keys):
+        worst = None
     return {
         "id": entry.id,
         "object": "segment",
         "created": entry.created,
         "title": entry.title,
         "tokens": entry.num_tokens,
-        "bytes": 0 if info is None else info.num_bytes,
-        "state": "absent" if info is None else info.state,
-        "tier": "none" if info is None else info.tier,
+        "bytes": sum(info.num_bytes for info in found),
+        "state": "absent" if worst is None else worst.state,
+        "tier": "none" if worst is None else worst.tier,
     }

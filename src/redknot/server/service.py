@@ -39,16 +39,14 @@ class Service:
     metrics: ServerMetrics = field(init=False)
     registry: Registry = field(init=False)
     ends: frozenset[int] = field(init=False)
-    "Tokens that may be end tokens: all that the tokenizer does not split text into by itself."
+    "Tokens that end an answer and are no text of it."
     _tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(self.model, self.client)
         self.registry = Registry(self.settings.max_registered_bytes)
-        self.ends = frozenset(self.tokenizer.added_tokens_decoder) | {
-            *self.tokenizer.all_special_ids
-        }
+        self.ends = frozenset(self.client.ready.end_token_ids)
 
     @property
     def model(self) -> str:

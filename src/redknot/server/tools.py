@@ -16,6 +16,13 @@ _NAME_SO_FAR = re.compile(r"\s{0,8}[\w.:-]{0,128}[\s\w\[\]]{0,128}")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
+WORDS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    "llama": ("<|python_tag|>",),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call that a model made."""
@@ -45,10 +52,14 @@ class ToolFormat:
         return cls("llama") if llama else None
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """What calls are written with beside JSON; may be control tokens, which are to be shown."""
+        return WORDS[self.kind]
+
+    @property
     def marker(self) -> str:
-        """Begins a call. May be a control token, so answers are to be detokenised with those."""
-        markers = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>"}
-        return markers[self.kind]
+        """Begins a call."""
+        return self.words[0]
 
     def for_template(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of a message as templates want them: arguments as objects, ids of their form."""

@@ -1,0 +1,98 @@
+"""An engine whose policy parts from dense falls back, and recovers once it no longer does."""
+
+import pytest
+import torch
+from tests.engine.world import Answer, World, prompt_of, segments
+
+from redknot.engine.config import ShadowConfig
+from redknot.recovery.policies import Dense
+
+A, B, C, D = segments(60, 40, 33, 100)
+
+
+def shadowed(policy: str, threshold: float, **options: int) -> World:
+    config = ShadowConfig(share=1.0, threshold=threshold, window=4, least=2, **options)
+    world = World(policy=policy, shadow=config)
+    world.build(A, B)
+    return world
+
+
+def ask(world: World, lead: int, **options: float) -> Answer:
+    return world.ask(prompt_of(A, B, lead=3 * lead), max_tokens=12, **options)
+
+
+def by_hand(world: World, lead: int, answer: list[int]) -> float:
+    """Share of dense's tokens along an answer that the policy gave."""
+    prompt = prompt_of(A, B, lead=3 * lead)
+    session = World(hf=world.hf).session
+    prefilled = session.prefill(prompt, Dense())
+    best = [prefilled.logits.argmax()[None]]
+    best.append(session.executor.extend(prefilled, torch.tensor(answer[:-1])).argmax(-1))
+    return float((torch.cat(best) == torch.tensor(answer)).float().mean())
+
+
+@pytest.mark.parametrize("policy", ["reuse", "question_drop"])
+def test_agreement_is_what_one_computes_by_hand(policy: str) -> None:
+    world = shadowed(policy, threshold=0.0)
+    truth = [by_hand(world, lead, ask(world, lead).ids()) for lead in range(4)]
+    assert world.count("shadow_runs") == 4
+    assert world.count("shadow_agreement") == pytest.approx(sum(truth))
+    assert world.engine.background.monitor.agreement == pytest.approx(sum(truth) / 4)
+    assert min(truth) < 1, "a policy that reuses differs somewhere"
+    world.assert_empty()
+
+
+def test_a_bad_policy_falls_back_to_dense() -> None:
+    world = shadowed("reuse", threshold=1.0)
+    policies = [ask(world, lead).told.policy for lead in range(12)]
+    assert policies[:2] == ["reuse", "reuse"]
+    assert world.count("fallbacks") == 1
+    at = policies.index("prefix")
+    assert set(policies[at:]) == {"prefix"}
+    told = ask(world, 20).told
+    assert told.decision.startswith("agreement ")
+    assert world.engine.background.fallback == told.decision
+    world.assert_empty()
+
+
+def test_it_recovers_once_the_policy_agrees() -> None:
+    """EPIC that computes whole segments again is dense in all but name."""
+    world = shadowed("epic:k=1000", threshold=0.9)
+    monitor = world.engine.background.monitor
+    monitor.add(0.0)
+    monitor.add(0.0)
+    assert monitor.fallback
+    policies = [ask(world, lead).told.policy for lead in range(4)]
+    assert policies[0] == "prefix"
+    assert policies[-1] == "epic:k=1000"
+    assert not world.engine.background.fallback
+
+
+def test_sampled_answers_run_both_ways() -> None:
+    world = shadowed("epic:k=1000", threshold=0.0)
+    for lead in range(3):
+        ask(world, lead, temperature=1.0, seed=lead)
+    assert world.count("shadow_runs") == 3
+    assert world.count("shadow_agreement") == pytest.approx(3)
+
+
+def test_those_who_are_exempt_or_were_cancelled_run_once() -> None:
+    world = shadowed("reuse", threshold=0.0)
+    world.ask(prompt_of(A), exact=True)
+    world.ask(prompt_of(A, lead=4), policy="dense")
+    world.ask(prompt_of(D, lead=8))
+    name = world.submit(prompt_of(A, lead=12), max_tokens=50)
+    for _ in range(4):
+        world.turn()
+    world.engine.cancel(name)
+    world.run()
+    assert world.count("shadow_runs") == 0
+
+
+def test_every_shadow_ends_or_is_counted_as_dropped() -> None:
+    world = shadowed("reuse", threshold=0.0)
+    for lead in range(3):
+        world.submit(prompt_of(A, B, lead=3 * lead), max_tokens=3)
+    world.run()
+    assert world.count("shadow_runs") + world.count("shadow_dropped") == 3
+    world.assert_empty()
