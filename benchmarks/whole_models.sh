@@ -34,13 +34,13 @@ step() {
     host) bench ttft_qwen3_32b_host ttft qwen3-32b --tokens 32768 --settings $drop@0.125 --repeats 2 --peers none --host-segments ;;
     peers) bench ttft_qwen3_32b_peers ttft qwen3-32b --tokens 32768 --settings $drop@0.125 --repeats 2 --peers fa3,fa4,cudnn ;;
     cold) bench ttft_qwen3_32b_cold ttft qwen3-32b --tokens 256,1024,8192 --segment-tokens 512 --settings $drop@0.125 --repeats 5 --peers none --cold ;;
-    short) bench ttft_qwen3_32b_short ttft qwen3-32b --tokens 256,1024 --segment-tokens 128 --settings $drop@0.125 --repeats 5 --peers none --planned ;;
-    mistral) bench ttft_mistral_7b ttft mistral-7b-v0.3 --tokens 8192,32768 --settings $drop@0.125 --repeats 3 ;;
+    short) bench ttft_qwen3_32b_short ttft qwen3-32b --tokens 256,1024 --segment-tokens 128 --settings $drop@0.125 --repeats 7 --peers none --planned ;;
+    mistral) bench ttft_mistral_7b ttft mistral-7b-v0.3 --tokens 8192,32768 --settings $drop@0.125 --repeats 7 ;;
     llama) bench ttft_llama_70b ttft llama-3.3-70b --layers 40 --tokens 32768 --settings $drop@0.125 --repeats 1 --peers none ;;
     breakdown) bench breakdown_qwen3_32b breakdown qwen3-32b --tokens 32768 --settings $settings ;;
     decode) bench decode_qwen3_32b decode qwen3-32b --tokens 32768 --shares 0.125,0.5 --batches 1,8 ;;
     capacity) bench capacity_qwen3_32b capacity qwen3-32b --tokens 32768 --shares 0.125,0.3,0.5 --prefill-policy reuse:windows=all ;;
-    traffic) bench traffic_mistral_7b traffic mistral-7b-v0.3 --tokens 8192 --clients 1,8,32 --requests 48 --settings prefix,$drop@0.125 ;;
+    traffic) bench traffic_mistral_7b traffic mistral-7b-v0.3 --tokens 8192 --clients 8,32 --requests 64 --settings prefix,$drop@0.125 ;;
     *) echo "unknown step $1" && return 2 ;;
     esac
 }

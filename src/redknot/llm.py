@@ -11,9 +11,9 @@ from redknot.evaluation.compare import Comparison, compare
 from redknot.execution import ExecutionSettings, Prefilled
 from redknot.execution.clock import Clock
 from redknot.execution.generate import decode
-from redknot.execution.sampling import Sampling
 from redknot.execution.planner import Decision, Planner
-from redknot.execution.session import Session
+from redknot.execution.sampling import Sampling
+from redknot.execution.session import Known, Session
 from redknot.heads import HeadMap
 from redknot.heads.shipped import shipped_map
 from redknot.models import LoadedModel, load_model
@@ -242,7 +242,7 @@ class LLM:
             plan=prefilled.plan,
         )
 
-    def _decide(self, prompt: Prompt, policy: Policy, clock: Clock) -> tuple[Lookup, Decision]:
+    def _decide(self, prompt: Prompt, policy: Policy, clock: Clock) -> tuple[Known, Decision]:
         """Look the prompt up and let the planner choose."""
         lookup = self.session.look_up(prompt)
         clock.mark("lookup")

@@ -9,7 +9,10 @@ from tests.execution.eager import assert_near, far, lively_hf, lively_session, r
 from tests.tiny import random_ids, tiny_session
 
 from redknot.execution import ExecutionSettings
+from redknot.execution.batch import DecodeBatch
 from redknot.execution.builder import build_state
+from redknot.execution.session import Session
+from redknot.execution.turns import drained
 from redknot.heads import HeadMap
 from redknot.models import adapt
 from redknot.recovery import Policy
@@ -85,6 +88,28 @@ def test_a_session_remembers_nothing_that_changes_a_repeat(
     for again in runs[1:]:
         assert torch.equal(runs[0].logits, again.logits)
         assert not runs[0].plan.differs(again.plan)
+
+
+def scattered(session: Session, holes: int) -> list[int]:
+    """A prompt and eight tokens behind it, bit by bit, in pages between those of others."""
+    company = [session.prefill(spanned(20 + seed, seed=seed), Dense()) for seed in range(holes)]
+    for one in company[::2]:
+        one.cache.release()
+    lookup = session.look_up(PROMPT)
+    turns = session.executor.prefilling(PROMPT.token_ids, lookup, Dense(), copied=True)
+    prefilled = drained(turns)
+    batch = DecodeBatch(session.executor, 1, len(PROMPT) + 8, copied=True)
+    logits = [prefilled.logits.clone()]
+    batch.add(prefilled)
+    for token in random_ids(8, seed=5).tolist():
+        logits.append(batch.step([token])[0].clone())
+    return [hash(tuple(row.view(torch.int32).tolist())) for row in logits]
+
+
+def test_what_is_read_by_copies_has_the_same_bits_wherever_its_pages_stand() -> None:
+    alone = scattered(lively_session(), 0)
+    for holes in (1, 3, 6):
+        assert scattered(lively_session(), holes) == alone
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 64, 150, 1000])

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
-from tests.server.running import KEYS, SMALL, UNVERIFIED, Running, wait, write_model
+from tests.server.running import LEAN, SMALL, Running, wait, write_model
 from tests.server.scripted import TOKENIZER, ScriptedEngine
 from transformers import PreTrainedTokenizerBase
 
@@ -100,9 +100,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def real(model_folder: Path) -> Iterator[Running]:
     """`redknot serve` with its own engine process, two keys, few pages and a short queue."""
-    keys = [option for key in KEYS for option in ("--api-key", key)]
-    running = Running(str(model_folder), *UNVERIFIED, *SMALL, *keys).until_ready()
-    yield running
+    yield from _until_the_end(Running(str(model_folder), *SMALL))
+
+
+@pytest.fixture(scope="session")
+def lean(model_folder: Path) -> Iterator[Running]:
+    """The same without beginnings of earlier prompts: all pages are free when nobody runs."""
+    yield from _until_the_end(Running(str(model_folder), *LEAN))
+
+
+def _until_the_end(running: Running) -> Iterator[Running]:
+    yield running.until_ready()
     assert running.process.poll() is None, "a test ended the server"
     assert running.stop() == 0
     running.kill()

@@ -34,10 +34,15 @@ END = 257
 NEVER_TEXT = [187, 186, 185]  # tokens of the bytes 0xFF, 0xFE and 0xFD, which no text holds
 UNVERIFIED = ("--head-map", "none", "--allow-unverified", "--gate-skip")
 MAX_WAITING, MAX_REQUESTS = 4, 4
+KEYED = [option for key in KEYS for option in ("--api-key", key)]
 SMALL = (
     *("--policy", "question_drop", "--no-planned", "--pool-bytes", str(1 << 21)),
     *("--max-waiting", str(MAX_WAITING), "--max-requests", str(MAX_REQUESTS)),
+    *UNVERIFIED,
+    *KEYED,
 )
+LEAN = (*SMALL, "--prefix-share", "0")
+"Keeps no beginnings, so that every page is free when nobody runs."
 
 
 def write_model(folder: Path) -> None:
@@ -101,11 +106,14 @@ class Running:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
     def is_idle(self) -> bool:
-        """Nobody runs or waits, nothing is to be built, and no page is held by requests."""
+        """Nobody runs or waits, and nothing is to be built."""
         live = self.live()
-        pool = live["pool"]
-        work = live["running"] + live["waiting"] + live["builds_pending"]
-        return not work and pool["free"] + pool["prefixes"] == pool["total"] - 1
+        return not live["running"] + live["waiting"] + live["builds_pending"]
+
+    def is_empty(self) -> bool:
+        """Idle, and no page is held; of a server that keeps no beginnings."""
+        pool = self.live()["pool"]
+        return self.is_idle() and pool["free"] == pool["total"] - 1
 
     def until_idle(self, seconds: float = 30) -> None:
         """Wait until it is, in a heartbeat from now on."""

@@ -107,7 +107,7 @@ class Company:
         storage = self.executor.storage
         if not storage.pool.num_free:
             storage.reclaim(1)  # for its idle slots
-        return DecodeBatch(self.executor, 1, self.max_tokens)
+        return DecodeBatch(self.executor, 1, self.max_tokens, copied=True)
 
     def _place(self, choice: Choice) -> tuple[DecodeBatch, int]:
         alone = self._alone.get(choice)

@@ -46,6 +46,7 @@ class Opening:
             self.head_map,
             beginning=beginning,
             clock=request.clock,
+            copied=request.submit.exact,
         )
 
     def chain(self, policy: Policy) -> str:

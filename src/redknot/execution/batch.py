@@ -60,6 +60,8 @@ class DecodeBatch:
     executor: Executor
     max_requests: int
     max_tokens: int
+    copied: bool = False
+    "As in `PromptCache`."
     requests: list[Prefilled] = field(default_factory=list, init=False)
     lengths: list[int] = field(default_factory=list, init=False)
     "Tokens of each request whose K/V are written."
@@ -203,7 +205,8 @@ class DecodeBatch:
         view = self._views.get((index, size))
         if view is None:
             planes, table = self.executor.storage.planes, self._tables[index, : size * self._groups]
-            view = PagedKV(planes["key"], planes["value"], table, self._groups)
+            keys, values = planes["key"], planes["value"]
+            view = PagedKV(keys, values, table, self._groups, copied=self.copied)
             self._views[index, size] = view
         return view
 

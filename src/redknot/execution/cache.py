@@ -72,9 +72,16 @@ class PromptCache(Pages):
     """
 
     def __init__(
-        self, storage: PageStorage, num_layers: int, num_groups: int, table: PageTable | None = None
+        self,
+        storage: PageStorage,
+        num_layers: int,
+        num_groups: int,
+        table: PageTable | None = None,
+        *,
+        copied: bool = False,
     ) -> None:
-        self.storage = storage
+        """With ``copied`` no bit of what is computed over it depends on where its pages stand."""
+        self.storage, self.copied = storage, copied
         self._layers, self._groups = num_layers, num_groups
         self._table = table or PageTable(
             storage.pool, num_layers * num_groups, page_size=storage.page_size
@@ -85,11 +92,17 @@ class PromptCache(Pages):
 
     @classmethod
     def allocate(
-        cls, adapter: Adapter, tokens: int, storage: PageStorage | None = None
+        cls,
+        adapter: Adapter,
+        tokens: int,
+        storage: PageStorage | None = None,
+        *,
+        copied: bool = False,
     ) -> "PromptCache":
         """A cache with room for ``tokens``, in ``storage`` or in one of its own."""
         groups = adapter.layers[0].shape.num_groups
-        cache = cls(storage or page_storage(adapter), len(adapter.layers), groups)
+        storage = storage or page_storage(adapter)
+        cache = cls(storage, len(adapter.layers), groups, copied=copied)
         cache.reserve(tokens)
         return cache
 
@@ -142,7 +155,9 @@ class PromptCache(Pages):
 
     def fork(self) -> "PromptCache":
         """The same state; pages are shared until one of the two grows into them."""
-        other = PromptCache(self.storage, self._layers, self._groups, self._table.fork())
+        other = PromptCache(
+            self.storage, self._layers, self._groups, self._table.fork(), copied=self.copied
+        )
         other._retention = self._retention
         return other
 
@@ -231,7 +246,12 @@ class PromptCache(Pages):
     def _paged(self, rows: slice) -> PagedKV:
         planes = self.storage.planes
         return PagedKV(
-            planes["key"], planes["value"], self._device[rows], self._groups, self._host[rows]
+            planes["key"],
+            planes["value"],
+            self._device[rows],
+            self._groups,
+            self._host[rows],
+            self.copied,
         )
 
     def _upload(self) -> None:

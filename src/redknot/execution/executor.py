@@ -177,8 +177,9 @@ class Executor:
         *,
         beginning: PromptCache | None = None,
         clock: Clock | None = None,
+        copied: bool = False,
     ) -> Turns[Prefilled]:
-        """As `prefill`, in turns."""
+        """As `prefill`, in turns; ``copied`` is as in `PromptCache`."""
         if policy.needs_head_map and head_map is None:
             raise ValueError(f"policy {policy.name} needs a head map")
         layout = policy.view(lookup.layout)
@@ -188,7 +189,9 @@ class Executor:
         clock = clock or Clock(self.adapter.device)
         clock.come_back()
         with clock.stage("relocate"):
-            cache = yield from _pausing(self._relocated(layout, lookup, policy, beginning), clock)
+            cache = yield from _pausing(
+                self._relocated(layout, lookup, policy, beginning, copied), clock
+            )
         mass = None
         if policy.uses_probe and len(layout.stored):
             with clock.stage("probe"):
@@ -242,7 +245,12 @@ class Executor:
         return Trip(cache, sight, impl, row_block, parts=self.parts, clock=clock)
 
     def _relocated(
-        self, layout: Layout, lookup: Lookup, policy: Policy, beginning: PromptCache | None
+        self,
+        layout: Layout,
+        lookup: Lookup,
+        policy: Policy,
+        beginning: PromptCache | None,
+        copied: bool,
     ) -> Turns[PromptCache]:
         """A cache with all known state in place, in turns of which the first takes the pages.
 
@@ -256,7 +264,7 @@ class Executor:
             cache.truncate(layout.exact)
             cache.reserve(tokens)
         else:
-            cache = PromptCache.allocate(self.adapter, tokens, self.storage)
+            cache = PromptCache.allocate(self.adapter, tokens, self.storage, copied=copied)
         yield 0
         hits = lookup.hits if layout.segments else ()
         states = on_device([state for _, state in hits], self.adapter.device)

@@ -31,6 +31,8 @@ class PagedKV:
     num_kv_heads: int
     host: Int[Tensor, "stream logical_page"] | None = None
     "The same table on the host, where it is known there: nothing then waits for the device."
+    copied: bool = False
+    "Always copy to read, in one piece: then no bit of a result depends on where pages stand."
     _stretches: dict[tuple[int, ...], list["_Stretch"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class PagedKV:
         """The pages of ``streams``, looked at once: the table does not change under a view."""
         if streams not in self._stretches:
             table = self.table.cpu() if self.host is None else self.host
-            self._stretches[streams] = _stretches(table[list(streams)])
+            self._stretches[streams] = _stretches(table[list(streams)], self.copied)
         return self._stretches[streams]
 
 
@@ -126,7 +128,7 @@ class _Stretch(NamedTuple):
     "Pages from one stream to the next where each holds consecutive ones; None: copy."
 
 
-def _stretches(pages: Int[Tensor, "stream page"]) -> list[_Stretch]:
+def _stretches(pages: Int[Tensor, "stream page"], copied: bool) -> list[_Stretch]:
     """Runs of `VIEW_PAGES` or more in even strides, absent pages, and what lies between them."""
     steps = (pages[:, 1:] - pages[:, :-1]) == 1
     holders = (pages >= 0).sum(0)
@@ -137,12 +139,15 @@ def _stretches(pages: Int[Tensor, "stream page"]) -> list[_Stretch]:
     for begin, end in itertools.pairwise(borders):
         columns, count = pages[:, begin:end], int(holders[begin]) if begin < end else 0
         held = True if count == len(pages) else (None if count else False)
-        stride = _stride(columns) if held and end - begin >= VIEW_PAGES else None
+        viewed = held and end - begin >= VIEW_PAGES and not copied
+        stride = _stride(columns) if viewed else None
         last = found[-1] if found else None
         if held and stride is None and last is not None and last.held and last.stride is None:
             found[-1] = _Stretch(last.first, pages[:, last.first : end], True, None)
         else:
             found.append(_Stretch(begin, columns, held, stride))
+    if copied:
+        return found
     return [
         one if one.stride is not None or not one.held else one._replace(stride=_stride(one.pages))
         for one in found
