@@ -77,6 +77,18 @@ def test_nobody_else_finds_it(change: Any, options: dict[str, Any]) -> None:
     assert world.count("hit_tokens.derived") == 0
 
 
+@pytest.mark.parametrize("policy", ["reuse", "reuse:windows=decode"])
+def test_what_goes_on_from_an_approximation_is_never_found_as_exact(policy: str) -> None:
+    world, prompt, answer = first_turn(policy)
+    second = next_turn(prompt, answer)
+    assert {one.hit for one in world.ask(second).told.segments} == {"derived"}
+    got = world.ask(second, policy="prefix", logprobs=2)
+    first_segment = prompt.spans[0].start
+    assert got.told.cached_tokens <= first_segment
+    truth = World(hf=world.hf).ask(second, logprobs=2)
+    assert_same(world.hf, second, got.tokens[0], truth.tokens[0])
+
+
 def test_another_head_map_finds_nothing() -> None:
     world, prompt, answer = first_turn("reuse:windows=decode")
     opening = world.engine.opening

@@ -252,7 +252,9 @@ class Engine:
         request.work, request.prefilled = None, prefilled
         left = request.left
         again = bool(left[0].tokens)
-        if not request.submit.exact:
+        known = request.known
+        derived = known is not None and known.beginning is not None and known.beginning.scope.chain
+        if not request.submit.exact and not derived:  # what goes on from an approximation is one
             self.session.remember(prefilled, len(prefilled.token_ids), request.submit.salt)
         copies = [prefilled, *(prefilled.fork() for _ in left[1:])]
         if again:

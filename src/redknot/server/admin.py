@@ -111,6 +111,7 @@ def _live(service: Service) -> dict[str, Any]:
             for name in ("entries", "bytes", "capacity_bytes")
         },
         "builds_pending": counters.get("gauge.builds_pending"),
+        "break_even_uses": counters.get("gauge.break_even_uses"),
         "ttft": {
             "count": len(metrics.recent_ttft),
             "p50": metrics.quantile(0.5),
@@ -119,5 +120,6 @@ def _live(service: Service) -> dict[str, Any]:
         },
         "finished": metrics.num_finished,
         "agreement": beat.agreement,
+        "shadow_runs": counters.get("shadow_runs"),
         "fallback": beat.fallback,
     }
