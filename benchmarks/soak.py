@@ -154,7 +154,7 @@ async def prepare(client: httpx.AsyncClient, texts: list[str]) -> None:
             messages = [{"role": "user", "content": prompt}]
             for url, request in ((COMPLETIONS, {"prompt": prompt}), (CHAT, {"messages": messages})):
                 (await ask(client, url, {**request, "max_tokens": 1})).raise_for_status()
-        await settled(lambda: client.get("/live"), 600)
+    await settled(lambda: client.get("/live"), 600)
 
 
 async def compare(client: httpx.AsyncClient, seen: Seen, most: int) -> None:

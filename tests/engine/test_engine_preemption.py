@@ -130,7 +130,7 @@ def test_a_registered_segment_waits_for_room() -> None:
     name = world.submit(prompt_of(D), max_tokens=60)
     for _ in range(3):
         world.turn()
-    world.engine.background.ask(SegmentAdd(request_id="s", token_ids=segments(250)[0].tolist()))
+    world.engine.background.ask(SegmentAdd(request_id="s", token_ids=segments(200)[0].tolist()))
     world.run()
     assert world.answers[name].reasons == ["length"]
     assert world.count("builds") == 1

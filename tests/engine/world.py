@@ -143,11 +143,11 @@ class World:
             self._take(output)
 
     def run(self, most: int = 3000) -> None:
-        """Until no request or task is left."""
+        """Until no request or task is left; one turn at least, which says what was cancelled."""
         for _ in range(most):
+            self.turn()
             if not self.engine.scheduler.jobs:
                 return
-            self.turn()
         raise AssertionError(f"still {list(self.engine.scheduler.jobs)} after {most} turns")
 
     def settle(self, most: int = 3000) -> None:

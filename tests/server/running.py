@@ -108,12 +108,16 @@ class Running:
     def is_idle(self) -> bool:
         """Nobody runs or waits, and nothing is to be built."""
         live = self.live()
+        if live["pool"] is None:  # no heartbeat has come
+            return False
         return not live["running"] + live["waiting"] + live["builds_pending"]
 
     def is_empty(self) -> bool:
         """Idle, and no page is held; of a server that keeps no beginnings."""
+        if not self.is_idle():
+            return False
         pool = self.live()["pool"]
-        return self.is_idle() and pool["free"] == pool["total"] - 1
+        return pool["free"] == pool["total"] - 1
 
     def until_idle(self, seconds: float = 30) -> None:
         """Wait until it is, in a heartbeat from now on."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -75,6 +76,25 @@ def test_draining_has_an_end(started: Started) -> None:
     time.sleep(0.3)
     process.terminate()
     assert process.wait(20) == 0  # without an end it would take the limit, some 100 seconds
+    asked.join(5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(started: Started, number: signal.Signals) -> None:
+    process, address = started({"pause": 0.05, "ends": False}, drain_seconds=60)
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError):
+            stream(address)
+
+    asked = threading.Thread(target=ask)
+    asked.start()
+    time.sleep(0.5)
+    process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(number)
+    assert process.wait(20) == 0
     asked.join(5)
 
 

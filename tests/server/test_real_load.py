@@ -66,7 +66,7 @@ def test_a_client_that_leaves_at_any_time(
 def test_a_client_that_leaves_while_it_waits(lean: Running, url: str, stream: bool) -> None:
     """SV-10: others go on, and then the queue is empty."""
     wait(lean.is_empty, 30)
-    request = body(COMPLETIONS, n=MAX_REQUESTS, **LONG)
+    request = body(COMPLETIONS, n=MAX_REQUESTS, max_tokens=700, **LONG)
     running = send(lean, COMPLETIONS, request)
     wait(lambda: work(lean) == (1, 0))
     waits = send(lean, url, body(url, stream=stream))

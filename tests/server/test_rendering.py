@@ -491,3 +491,39 @@ def test_tools_their_calls_and_their_results_are_rendered(name: str) -> None:
 def test_tools_without_a_template_for_them_are_refused() -> None:
     with pytest.raises(InputError, match="tool"):
         RENDERERS["chatml"].chat([message("user", "a")], tools=[FUNCTION])
+
+
+CHANGING = ("json", "shouts", "twice", "looks")
+FAITHFUL = {name: template for name, template in PLAIN.items() if name not in CHANGING}
+EVERYWHERE = {**FAITHFUL, "documents": DOCUMENTS.replace("in documents", "in documents or []")}
+
+
+@pytest.mark.parametrize("name", [*EVERYWHERE, "embedded", "sentencepiece"])
+def test_a_document_has_the_same_ids_wherever_it_stands(name: str) -> None:
+    """RU-21: in front, behind text, between documents, last, and in `documents`."""
+    if name == "embedded":
+        tokenizer = embedded()
+    elif name == "sentencepiece":
+        tokenizer = sentencepiece(PLAIN["inst"])
+    else:
+        tokenizer = bytes_with(EVERYWHERE[name])
+    renderer = Renderer(tokenizer, SIZES)
+    ends = "\n" if name == "sentencepiece" else "\r\n"  # it knows no other
+    spaced = Document(f" \n {DOCUMENT.text}{ends}next \n\n", DOCUMENT.title)
+    known = [ids.tolist() for ids in renderer.forms(spaced.text, spaced.title)]
+    assert len(known) == 1 + (name == "documents")
+    asks = TextPart("  Who?")
+    places: list[tuple[TextPart | Document, ...]] = [
+        (spaced, asks),
+        (asks, spaced),
+        (TextPart(" \n"), spaced, TextPart(" "), asks),
+        (TextPart("Look at this:"), spaced, spaced, asks),
+        (TextPart("Look.\n\n"), spaced, TextPart(" - and this"), spaced),
+    ]
+    for parts in places:
+        prompt = renderer.chat([ChatMessage("user", parts)])
+        found = [prompt.token_ids[span.start : span.stop].tolist() for span in prompt.spans]
+        assert found == [known[-1]] * sum(isinstance(part, Document) for part in parts)
+    prompt = renderer.chat([ChatMessage("user", (asks,))], documents=[spaced, spaced])
+    found = [prompt.token_ids[span.start : span.stop].tolist() for span in prompt.spans]
+    assert found == [known[0]] * 2

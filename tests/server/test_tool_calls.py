@@ -115,3 +115,14 @@ async def test_tools_need_a_template_that_knows_them(
 ) -> None:
     request = body(CHAT, tools=[TOOL], tool_choice=choice)
     assert error_of(await client.post(CHAT, json=request), 400)["param"] == "tools"
+
+
+@both
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_control_tokens_are_no_content(
+    caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool, choice: str
+) -> None:
+    """Tokens that write calls are shown to the parser, the others to nobody."""
+    engine.text = "<|system|>One<|bos|> and<|user|> two"
+    content, calls, _ = await called(caller, stream, tool_choice=choice)
+    assert (content, calls) == ("One and two", [])

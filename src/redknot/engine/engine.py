@@ -213,9 +213,8 @@ class Engine:
 
     def _advance_request(self, request: Request) -> None:
         try:
-            prefilled = request.advance()
-            if prefilled is not None:
-                self._prefilled(request, prefilled)
+            if request.advance() is not None:
+                self._prefilled(request)
         except OutOfPages as short:
             self._no_room(request, short)
         except FAULTS as error:
@@ -247,9 +246,11 @@ class Engine:
                 ),
             )
 
-    def _prefilled(self, request: Request, prefilled: execution.Prefilled) -> None:
+    def _prefilled(self, request: Request) -> None:
         """The prompt is in place: keep what others may share, choose first tokens, decode."""
-        request.work, request.prefilled = None, prefilled
+        prefilled = request.prefilled
+        if prefilled is None:
+            raise RuntimeError("a prompt that is not in place")
         left = request.left
         again = bool(left[0].tokens)
         known = request.known

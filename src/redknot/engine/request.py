@@ -80,15 +80,14 @@ class Request:
         return [choice for choice in self.choices if choice.ended is None]
 
     def advance(self) -> Prefilled | None:
-        """One unit of work; the prompt once it is in place."""
+        """One unit of work; the prompt once it is in place, kept until its choices decode."""
         if self.work is None:
             raise RuntimeError("a request prefills and has no work")
         try:
             self.rows = next(self.work)
         except StopIteration as end:
-            self.rows = 0
-            return end.value
-        return None
+            self.rows, self.work, self.prefilled = 0, None, end.value
+        return self.prefilled
 
     def give_up_work(self) -> None:
         """Let go of pages and of whatever is half done; what was found stays."""
