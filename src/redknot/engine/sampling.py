@@ -16,6 +16,9 @@ from redknot.engine.messages import Grammar, SamplingSpec, TokenInfo
 from redknot.errors import InputError
 from redknot.execution.sampling import Chooser, Sampling
 
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"As Python writes JSON: with free blanks a model may write nothing else."
+
 
 class Picker:
     """Chooses for one choice of one request: sampling, grammar, and what is told about it."""
@@ -81,7 +84,7 @@ class Grammars:
         """A matcher at the start of ``grammar``; `InputError` if it cannot be followed."""
         schema = grammar.schema if grammar.kind == "json_schema" else '{"type": "object"}'
         try:
-            compiled = llguidance.LLMatcher.grammar_from_json_schema(schema)
+            compiled = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
             matcher = llguidance.LLMatcher(self._vocabulary, compiled)
         except ValueError as error:
             raise InputError(f"response_format: {_first_line(error)}") from error
