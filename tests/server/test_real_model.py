@@ -90,15 +90,20 @@ def test_one_bos_and_none_in_segments(client: httpx.Client, url: str) -> None:
 @pytest.mark.parametrize("url", ENDPOINTS)
 def test_one_string_is_reused_once_it_was_seen(reusing: Running, url: str, stream: bool) -> None:
     """SV-14, RU-05: texts that stand elsewhere, behind another question, in one string."""
-    mark = f"{url} {stream} "
-    first, second = mark + BRIDGE, mark + FERRY
+    mark = f"({url} {stream})"  # texts of no other test, though of the same length
+    first, second = (text.replace(".", f" {mark}.") for text in (BRIDGE, FERRY))
 
     def asked(*texts: str, ahead: str) -> dict[str, Any]:
         with reusing.http() as client:
             text = "\n\n".join([ahead, *texts, "Who is the owner?"])
-            plain = {"prompt": text} if url == COMPLETIONS else chat(text)
-            more = {"max_tokens": 1, "redknot": {}, "stream": stream, "temperature": 0}
-            found = told(client, url, {**plain, **more})
+            messages = [{"role": "user", "content": text}]
+            fields = {"max_tokens": 1, "redknot": {}, "stream": stream, "temperature": 0}
+            if url == COMPLETIONS:  # by a client that writes out the chat template
+                settings = {"tokenize": False, "add_generation_prompt": True}
+                written = embedded().apply_chat_template(messages, **settings)
+                found = told(client, url, {"prompt": written, **fields})
+            else:
+                found = told(client, url, {"messages": messages, **fields})
         reusing.until_idle(90)
         return found
 

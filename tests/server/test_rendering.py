@@ -517,7 +517,7 @@ def test_a_document_has_the_same_ids_wherever_it_stands(name: str) -> None:
         (spaced, asks),
         (asks, spaced),
         (TextPart(" \n"), spaced, TextPart(" "), asks),
-        (TextPart("Look at this:"), spaced, spaced, asks),
+        (TextPart("Look at this: "), spaced, spaced, asks),
         (TextPart("Look.\n\n"), spaced, TextPart(" - and this"), spaced),
     ]
     for parts in places:

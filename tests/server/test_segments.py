@@ -47,6 +47,19 @@ async def test_what_the_engine_evicted_is_absent_and_can_be_deleted(
     assert (await client.delete(path)).json()["deleted"]
 
 
+async def test_a_state_that_others_stand_for_stays(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    """Texts that differ in blanks alone are one segment to the engine."""
+    made = [(await client.post(PATH, json={"text": one})).json() for one in (TEXT, f" {TEXT}")]
+    assert made[0]["id"] != made[1]["id"]
+    assert len(engine.stored) == 1
+    await client.delete(f"{PATH}/{made[0]['id']}")
+    assert (await client.get(f"{PATH}/{made[1]['id']}")).json()["state"] == "ready"
+    await client.delete(f"{PATH}/{made[1]['id']}")
+    assert engine.stored == {}
+
+
 async def test_many_in_one_request(client: httpx.AsyncClient) -> None:
     documents = [{"text": f"{TEXT} {at}", "title": str(at)} for at in range(3)]
     made = (await client.post(PATH, json={"documents": documents})).json()
