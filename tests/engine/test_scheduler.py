@@ -103,7 +103,7 @@ def job(name: str = "a", arrived: float = 0.0, ms: float = 1.0, **fields: int) -
     return Job(name, arrived, fields.pop("pages", 1), fields.pop("last_pages", 1), ms, **fields)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(crowds())
 def test_everybody_ends_in_a_time_that_the_work_explains(simulation: Simulation) -> None:
     """Bound: while one is the earliest, all others may do all that they do once for nothing."""
@@ -121,7 +121,7 @@ def test_everybody_ends_in_a_time_that_the_work_explains(simulation: Simulation)
     assert simulation.scheduler.counts() == dict.fromkeys(Phase, 0)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(crowds())
 def test_what_every_turn_must_keep(simulation: Simulation) -> None:
     def watch(simulation: Simulation, turn: Turn) -> None:
@@ -148,7 +148,7 @@ def test_what_every_turn_must_keep(simulation: Simulation) -> None:
     simulation.run()
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(crowds())
 def test_nobody_gives_way_without_need(simulation: Simulation) -> None:
     """The last to give way was needed: without it the others could not have grown."""
@@ -168,7 +168,7 @@ def test_nobody_gives_way_without_need(simulation: Simulation) -> None:
     simulation.run()
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(crowds())
 def test_between_two_tokens_lie_a_budget_and_one_unit_at_most(simulation: Simulation) -> None:
     simulation.run()
@@ -181,7 +181,7 @@ def test_between_two_tokens_lie_a_budget_and_one_unit_at_most(simulation: Simula
                 assert spent < simulation.limits.step_ms + longest
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_one_that_fits_alone_ends_among_any_others(data: st.DataObject) -> None:
     """It takes the whole pool at its end, and everybody else may have come before it."""
@@ -196,7 +196,7 @@ def test_one_that_fits_alone_ends_among_any_others(data: st.DataObject) -> None:
     assert simulation.records["whole"].outcome == "finished"
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(roomy())
 def test_a_short_one_overtakes_what_is_due_later(loads: list[Load]) -> None:
     """Until its first token pass its own work, what is due before it, and the ends of turns."""
@@ -225,7 +225,7 @@ def test_a_short_one_overtakes_what_is_due_later(loads: list[Load]) -> None:
         assert record.first - record.submitted <= bound + 1e-9
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(roomy())
 def test_a_long_one_waits_only_for_what_came_before_it_was_due(loads: list[Load]) -> None:
     simulation = Simulation(ROOM, loads, DECODE_MS).run()
@@ -320,7 +320,7 @@ def test_requeue_and_remove_keep_counts(steps: list[tuple[int, str]]) -> None:
         assert sum(scheduler.counts().values()) == len(there) == len(scheduler.jobs)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_neither_the_order_of_adding_nor_names_matter(data: st.DataObject) -> None:
     """Apart from ties, which names decide."""

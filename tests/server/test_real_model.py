@@ -119,9 +119,6 @@ def test_one_string_is_reused_once_it_was_seen(reusing: Running, url: str, strea
     assert reused > 0.5 * size
 
 
-@pytest.mark.xfail(
-    strict=True, reason="exact decodes otherwise than dense from the first new page on, by 3e-6"
-)
 def test_exact_is_a_server_without_reuse(reusing: Running, dense: Running) -> None:
     """Log-probabilities equal in every bit, although the state of all documents is there."""
     fields = {"logprobs": True, "top_logprobs": 5, "max_tokens": 12}
@@ -130,11 +127,12 @@ def test_exact_is_a_server_without_reuse(reusing: Running, dense: Running) -> No
         for text in (BRIDGE, FERRY):
             client.post("/v1/segments", json={"text": text}).raise_for_status()
         exact = client.post(CHAT, json=chat(content, **fields, redknot={"exact": True})).json()
-        plain = other.post(CHAT, json=chat(content, **fields)).json()
+        plain = other.post(CHAT, json=chat(content, **fields, redknot={"exact": True})).json()
         reused = client.post(CHAT, json=chat(content, **fields, redknot={})).json()
     assert cached(reused) > 0
     assert exact["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert exact["choices"] == plain["choices"]
+    assert plain["redknot"]["policy"] == "dense"
     assert reused["choices"][0]["logprobs"] != plain["choices"][0]["logprobs"]
 
 

@@ -118,8 +118,12 @@ class Beginnings:
         return Beginning(self._entries[best[1]].cache, best[0], best[1][0])
 
     def reclaimable(self) -> int:
-        """Pages that nobody but entries holds, as far as a single one does."""
-        return sum(entry.cache.num_own_pages for entry in self._entries.values())
+        """Pages that nobody but entries holds."""
+        if not self._entries:
+            return 0
+        held = np.concatenate([entry.cache.held for entry in self._entries.values()])
+        pages, times = np.unique(held, return_counts=True)
+        return int((self._pool.references(pages) == times).sum())
 
     def reclaim(self, num_pages: int) -> int:
         """Let go of entries until so many pages are free; how many became free."""

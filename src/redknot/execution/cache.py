@@ -161,11 +161,6 @@ class PromptCache(Pages):
         other._retention = self._retention
         return other
 
-    @property
-    def num_own_pages(self) -> int:
-        """Pages that nobody else holds."""
-        return int((self.storage.pool.references(self.held) == 1).sum())
-
     def pages_by_row(self) -> Int[Tensor, "row"]:
         """Pages that each (layer, group) holds, on the host."""
         return (self._host >= 0).sum(1)
