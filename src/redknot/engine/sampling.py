@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import llguidance
 import llguidance.hf
@@ -16,7 +17,7 @@ from redknot.engine.messages import Grammar, SamplingSpec, TokenInfo
 from redknot.errors import InputError
 from redknot.execution.sampling import Chooser, Sampling
 
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 "As Python writes JSON: with free blanks a model may write nothing else."
 
 
