@@ -29,3 +29,18 @@ def check(usage: dict[str, Any], size: int) -> None:
     assert usage["prompt_tokens"] == size
     assert usage["total_tokens"] == size + usage["completion_tokens"]
     assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] <= size
+
+
+@pytest.mark.parametrize("url", ENDPOINTS)
+async def test_every_chunk_tells_the_usage_so_far_where_that_is_asked_for(
+    client: httpx.AsyncClient, url: str
+) -> None:
+    """As load generators do; it never falls, and ends with that of the plain answer."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    told = [chunk["usage"] for chunk in await chunks(client, url, stream_options=options)]
+    counts = [usage["completion_tokens"] for usage in told]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+    assert told[-1] == (await answer(client, url))["usage"]
+    for usage in told:
+        check(usage, told[-1]["prompt_tokens"])

@@ -209,7 +209,11 @@ class _Reply:
             logprobs=logprobs if self._body.logprobs else None,
         )
         return ChatCompletionChunk(
-            **self._head, object="chat.completion.chunk", choices=[choice], **extra
+            **self._head,
+            object="chat.completion.chunk",
+            choices=[choice],
+            **self.totals.so_far(self._body),
+            **extra,
         )
 
     def _logprobs(self, entries: Any) -> list[ChatCompletionTokenLogprob]:

@@ -45,6 +45,8 @@ class Piece:
     content: str | ToolCall
     logprobs: tuple[tuple[int, TokenInfo], ...] = ()
     "Each with the place in the text where the token begins."
+    num_tokens: int = 0
+    "Of the choice so far."
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class Choice:
             parts = [""]
         for part in parts:
             self._num_calls += isinstance(part, ToolCall)
-            yield Piece(self.index, part, told)
+            yield Piece(self.index, part, told, self.num_tokens)
             told = ()
             if self._num_calls and self.job.single_call:
                 return

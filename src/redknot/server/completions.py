@@ -140,6 +140,7 @@ class _Reply:
         choice = CompletionChoice.construct(  # the finish reason of a chunk may be null
             index=self._index(job, index), text=text, finish_reason=reason, logprobs=logprobs
         )
+        extra |= self.totals.so_far(self._body)
         return Completion.construct(**self._head, choices=[choice], **extra)
 
     def _index(self, job: int, index: int) -> int:

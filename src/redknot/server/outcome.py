@@ -9,7 +9,7 @@ from openai.types.completion_usage import PromptTokensDetails
 
 from redknot.engine.messages import Report, TokenInfo
 from redknot.server.answer import Answer, Update
-from redknot.server.choice import Finished, Piece, Reason
+from redknot.server.choice import Piece, Reason
 from redknot.server.schema.common import Common
 from redknot.server.tools import ToolCall
 
@@ -38,7 +38,8 @@ class Totals:
     """Counts over the jobs of one HTTP request."""
 
     prompt_tokens: int
-    completion_tokens: int = 0
+    tokens: dict[tuple[int, int], int] = field(default_factory=dict)
+    "Of each job and choice so far."
     reports: dict[int, Report] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -51,8 +52,13 @@ class Totals:
         """Count what has come."""
         if isinstance(update, Report):
             self.reports[job] = update
-        elif isinstance(update, Finished):
-            self.completion_tokens += update.num_tokens
+        else:
+            self.tokens[job, update.choice] = update.num_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(self.tokens.values())
 
     def usage(self) -> CompletionUsage:
         """As OpenAI writes it."""
@@ -63,6 +69,10 @@ class Totals:
             total_tokens=self.prompt_tokens + self.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
+
+    def so_far(self, body: Common) -> dict[str, Any]:
+        """The usage until now, where every chunk is to tell it."""
+        return {"usage": self.usage()} if body.wants_usage_always else {}
 
     def extra(self, body: Common) -> dict[str, Any]:
         """The `redknot` object, where it is wanted."""

@@ -50,6 +50,8 @@ class StreamOptions(Strict):
     """What a stream tells besides the answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    "As vLLM: with include_usage, every chunk tells the usage so far."
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
@@ -102,3 +104,9 @@ class Common(Strict):
     def wants_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether every chunk of a stream tells the usage so far."""
+        options = self.stream_options
+        return self.wants_usage and bool(options and options.continuous_usage_stats)
