@@ -8,11 +8,12 @@ import pytest
 import torch
 from tests.bench.conftest import open_bench
 
-from redknot.bench.capacity import NOTE, CapacitySettings, capacity, capacity_settings, pool_pages
+from redknot.bench.capacity import NOTE, CapacitySettings, capacity, capacity_settings
 from redknot.bench.context import Bench
 from redknot.bench.machine import GIB
 from redknot.bench.prompts import PromptShape
 from redknot.bench.records import CapacityRow
+from redknot.bench.room import pool_pages
 from redknot.bench.timed import Runner
 from redknot.cli import main
 from redknot.execution.batch import DecodeBatch

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from redknot.bench.context import Bench
-from redknot.bench.machine import GIB, layer_factor
+from redknot.bench.machine import layer_factor
 from redknot.bench.prompts import PromptShape, Request, Tokens
 from redknot.bench.records import CapacityRow, Spread
 from redknot.bench.room import SHORT_OF_MEMORY, pages_of, release
@@ -20,8 +20,6 @@ from redknot.bench.timed import Runner
 from redknot.errors import InputError
 from redknot.execution import Prefilled
 from redknot.execution.batch import DecodeBatch
-from redknot.execution.cache import page_storage
-from redknot.models import Adapter
 from redknot.recovery import Policy, Windows
 from redknot.segpaged import OutOfPages
 
@@ -58,21 +56,6 @@ def capacity_settings(policy: Policy, shares: Sequence[float]) -> list[Setting]:
         raise InputError(f"{policy.describe()}: windows must be decode or all to save any page")
     dense = Setting(replace(policy, windows=Windows.NONE))
     return [dense, *(Setting(policy, share) for share in shares)]
-
-
-def pool_pages(adapter: Adapter, pool_gib: float | None, reserve_gib: float) -> int:
-    """Pages of the size asked for, or of all device memory but a reserve for everything else."""
-    if pool_gib is not None:
-        size = int(pool_gib * GIB)
-    elif adapter.device.type == "cuda":
-        release(adapter.device)
-        size = torch.cuda.mem_get_info(adapter.device)[0] - int(reserve_gib * GIB)
-    else:
-        raise InputError("a CPU's memory is not all for pages: --pool-gib says how much is")
-    pages = size // page_storage(adapter).page_bytes
-    if pages < 1:
-        raise InputError(f"no page fits into {size / GIB:.2f} GiB")
-    return pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

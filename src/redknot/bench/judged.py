@@ -1,5 +1,7 @@
 """What evaluation reports say of each row of a benchmark, told by the row's name."""
 
+from typing import TypeVar
+
 import msgspec
 
 from redknot.bench.fidelity import Fidelity, FidelityReports
@@ -14,6 +16,8 @@ from redknot.bench.records import (
 )
 from redknot.bench.setting import DENSE, Setting, later_rows, parse_setting
 from redknot.errors import InputError
+
+Named = TypeVar("Named", BreakdownReport, TrafficReport)
 
 CAPACITY_NOTE = (
     "fidelity is that of dense:windows=decode under the same share, and of dense for dense K/V:"
@@ -35,8 +39,8 @@ def judge_length(length: TtftLength, reports: FidelityReports) -> TtftLength:
     return msgspec.structs.replace(length, rows=rows)
 
 
-def judge_breakdown(report: BreakdownReport, reports: FidelityReports) -> BreakdownReport:
-    """The same with the fidelity of every row."""
+def judge_by_name(report: Named, reports: FidelityReports) -> Named:
+    """The same with the fidelity of every row, whose name says its setting."""
     rows = [
         msgspec.structs.replace(row, fidelity=reports.of(_named(row.name))) for row in report.rows
     ]
@@ -60,14 +64,6 @@ def judge_capacity(report: CapacityReport, reports: FidelityReports) -> Capacity
     ]
     notes = list(dict.fromkeys([*report.notes, CAPACITY_NOTE]))
     return msgspec.structs.replace(report, rows=rows, notes=notes)
-
-
-def judge_traffic(report: TrafficReport, reports: FidelityReports) -> TrafficReport:
-    """The same with the fidelity of every row."""
-    rows = [
-        msgspec.structs.replace(row, fidelity=reports.of(_named(row.name))) for row in report.rows
-    ]
-    return msgspec.structs.replace(report, rows=rows)
 
 
 def _of_ttft_row(row: TtftRow, reports: FidelityReports) -> dict[str, Fidelity | None]:

@@ -36,7 +36,7 @@ class Kind(Generic[R]):
 KINDS: dict[type[Report], Kind[Any]] = {
     TtftReport: Kind(judged.judge_ttft, rows.ttft_rows, tables.TTFT, pictures.ttft_picture),
     BreakdownReport: Kind(
-        judged.judge_breakdown, rows.breakdown_rows, tables.BREAKDOWN, pictures.breakdown_picture
+        judged.judge_by_name, rows.breakdown_rows, tables.BREAKDOWN, pictures.breakdown_picture
     ),
     DecodeReport: Kind(
         judged.judge_decode, rows.decode_rows, tables.DECODE, pictures.decode_picture
@@ -45,7 +45,7 @@ KINDS: dict[type[Report], Kind[Any]] = {
         judged.judge_capacity, rows.capacity_rows, tables.CAPACITY, pictures.capacity_picture
     ),
     TrafficReport: Kind(
-        judged.judge_traffic, rows.traffic_rows, tables.TRAFFIC, pictures.traffic_picture
+        judged.judge_by_name, rows.traffic_rows, tables.TRAFFIC, pictures.traffic_picture
     ),
 }
 

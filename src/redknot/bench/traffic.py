@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import msgspec
@@ -44,6 +44,12 @@ class TrafficSettings:
             raise InputError("traffic needs 1 request and 2 new tokens at least")
 
 
+def whole_documents(shape: PromptShape) -> PromptShape:
+    """The shape with its last segment as long as the others: stored documents are not cut."""
+    count, question = len(shape.segments), shape.question
+    return replace(shape, tokens=shape.prefix + count * shape.segment_tokens + question)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
     """What all prompts are made of."""
@@ -53,7 +59,7 @@ class Documents:
 
     @classmethod
     def of(cls, bench: Bench, shape: PromptShape, count: int) -> "Documents":
-        """The seed's own."""
+        """The seed's own; ``shape`` is one of whole documents."""
         if count < len(shape.segments):
             raise InputError(f"a prompt of {len(shape.segments)} documents out of {count}")
         tokens = Tokens(bench.session, bench.maps.seed)
@@ -130,6 +136,9 @@ class Clients:
             answer.cached, answer.prompt = told.report.cached_tokens, told.report.prompt_tokens
         for produced in output.produced:
             self._open[produced.request_id].times += [now] * len(produced.tokens)
+        for ended in output.ended:
+            if ended.reason != "length":
+                raise RuntimeError(f"a request ended by {ended.reason}: {ended.message}")
         return [self._open.pop(ended.request_id) for ended in output.ended]
 
 

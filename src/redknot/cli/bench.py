@@ -17,6 +17,7 @@ from redknot.bench.dense_attention import parse_peers
 from redknot.bench.machine import describe_machine, seconds_of
 from redknot.bench.maps import MapSettings
 from redknot.bench.peers import Peers
+from redknot.bench.room import pool_pages
 from redknot.bench.setting import as_share, parse_settings
 from redknot.bench.ttft import TtftSettings, shapes_of, ttft
 from redknot.cli.options import Flat
@@ -219,7 +220,7 @@ def capacity_(
     policy = parse_policy(how.prefill_policy)
     settings = capacity_bench.capacity_settings(policy, parse_shares(shares))
     loaded = load_model(model, load)
-    pages = capacity_bench.pool_pages(loaded.adapter, how.pool_gib, how.reserve_gib)
+    pages = pool_pages(loaded.adapter, how.pool_gib, how.reserve_gib)
     opened = Bench.open(loaded, maps, host=how.host_segments, num_pages=pages)
     shapes_of(opened, [tokens + how.new_tokens], how.segment_tokens)  # they fit the context too
     (shape,) = shapes_of(opened, [tokens], how.segment_tokens)
@@ -258,7 +259,7 @@ def traffic_(
     model
         `embedded`, a folder, a GGUF file, a hub name or a shape that ships.
     tokens
-        Prompt length of each request.
+        Prompt length of each request, made up to whole documents.
     clients
         Comma-separated numbers of clients, each with one request at a time.
     settings
@@ -266,17 +267,18 @@ def traffic_(
     """
     reports, chosen, counts = out.open(), parse_settings(settings), numbers(clients, "--clients")
     loaded = load_model(model, load)
-    pages = capacity_bench.pool_pages(loaded.adapter, how.pool_gib, how.reserve_gib)
+    pages = pool_pages(loaded.adapter, how.pool_gib, how.reserve_gib)
     chunk = CHUNK_TOKENS[loaded.adapter.device.type]
     kept = pages * page_storage(loaded.adapter).page_bytes // 2
     opened = Bench.open(loaded, maps, num_pages=pages, chunk_tokens=chunk, beginnings_bytes=kept)
-    shapes_of(opened, [tokens + how.new_tokens], how.segment_tokens)  # they fit the context too
-    (shape,) = shapes_of(opened, [tokens], how.segment_tokens)
+    (asked,) = shapes_of(opened, [tokens], how.segment_tokens)
+    shape = traffic_bench.whole_documents(asked)
+    shapes_of(opened, [shape.tokens + how.new_tokens], how.segment_tokens)  # they fit the context
     documents = traffic_bench.Documents.of(opened, shape, how.documents)
     report = records.TrafficReport(
         **out.head(loaded, how, maps, load),
         notes=[traffic_bench.NOTE],
-        tokens=tokens,
+        tokens=shape.tokens,
         new_tokens=how.new_tokens,
         num_pages=pages,
         page_bytes=opened.session.executor.storage.page_bytes,
