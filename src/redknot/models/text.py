@@ -45,8 +45,8 @@ class TextWriter:
             self._held = self._held[: min(found)]
             self.stopped = True
             return
-        certain = len(self._held) - self._may_begin_stop()
-        yield from self._emit(certain)
+        open_end = max((overlap(self._held, part) for part in self._stop), default=0)
+        yield from self._emit(len(self._held) - open_end)
 
     def flush(self) -> Iterator[str]:
         """What was held back and turned out to be no stop string."""
@@ -58,14 +58,8 @@ class TextWriter:
             self.text += piece
             yield piece
 
-    def _may_begin_stop(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
-        return max(
-            (
-                size
-                for part in self._stop
-                for size in range(1, len(part))
-                if self._held.endswith(part[:size])
-            ),
-            default=0,
-        )
+
+def overlap(text: str, words: str) -> int:
+    """Length of the longest end of ``text`` that ``words`` begins with and goes on behind."""
+    longest = min(len(text), len(words) - 1)
+    return next((size for size in range(longest, 0, -1) if words.startswith(text[-size:])), 0)

@@ -4,6 +4,7 @@ import time
 from importlib.resources import files
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from openai.types import Model
@@ -84,7 +85,6 @@ def _live(service: Service) -> dict[str, Any]:
         for name, value in counters.items()
         if name.startswith("hit_tokens.")
     }
-    pool = beat.pool
     return {
         "model": service.model,
         "policy": ready.policy,
@@ -97,15 +97,7 @@ def _live(service: Service) -> dict[str, Any]:
         "prompt_tokens": counters.get("prompt_tokens", 0),
         "cached_tokens": counters.get("cached_tokens", 0),
         "generation_tokens": counters.get("generation_tokens", 0),
-        "pool": None
-        if pool is None
-        else {
-            "total": pool.total,
-            "free": pool.free,
-            "requests": pool.requests,
-            "prefixes": pool.prefixes,
-            "by_class": pool.by_class,
-        },
+        "pool": msgspec.to_builtins(beat.pool),
         "store": {
             name: counters.get(f"gauge.store_{name}")
             for name in ("entries", "bytes", "capacity_bytes")

@@ -1,6 +1,6 @@
 """/v1/chat/completions."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Annotated, Any
 
@@ -29,7 +29,7 @@ from openai.types.chat.chat_completion_token_logprob import (
 )
 
 from redknot.engine.client import new_request_id
-from redknot.engine.messages import Report
+from redknot.engine.messages import Report, TokenInfo
 from redknot.server.answer import Answer, unless_left
 from redknot.server.choice import Job, Parser, Piece
 from redknot.server.conversation import grammar_of, prompt_of
@@ -83,15 +83,14 @@ async def _job(service: Service, body: ChatRequest, request: Request) -> Job:
     tenant, trace = request.state.tenant, request.state.trace
     grammar = grammar_of(body)
     parser: Callable[[], Parser] | None = None
-    offered = body.tools if body.tools and body.tool_choice != "none" else None
     tool_format = service.renderer.tool_format
-    if offered and tool_format is None:
+    if body.offered and tool_format is None:
         raise ApiError(400, "this model's chat template knows no tools", param="tools")
-    if offered and body.tool_choice not in (None, "auto"):
+    if body.offered and body.tool_choice not in (None, "auto"):
         forced = forced_tool(body)
-        grammar = call_grammar(offered, forced)
+        grammar = call_grammar(body.offered, forced)
         parser = partial(ForcedCall, forced)
-    elif offered and tool_format is not None:
+    elif body.offered and tool_format is not None:
         parser = partial(ToolParser, tool_format)
     prompt = await prompt_of(service, body, tenant.salt)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -157,12 +156,14 @@ class _Reply:
                 continue
             if isinstance(update, Piece):
                 delta = _delta(update, num_calls)
-                logprobs = ChunkLogprobs(content=self._logprobs(update.logprobs), refusal=None)
+                logprobs = None
+                if self._body.logprobs:
+                    logprobs = ChunkLogprobs(content=self._logprobs(update.logprobs), refusal=None)
                 yield self._chunk(update.choice, delta, logprobs=logprobs)
                 continue
             left -= 1
             extra = {} if left else self.totals.extra(self._body)
-            yield self._chunk(update.choice, ChoiceDelta(), reason=update.reason, extra=extra)
+            yield self._chunk(update.choice, ChoiceDelta(), reason=update.reason, **extra)
         if self._body.wants_usage:
             yield ChatCompletionChunk(
                 **self._head,
@@ -200,14 +201,9 @@ class _Reply:
         *,
         logprobs: ChunkLogprobs | None = None,
         reason: Any = None,
-        extra: dict[str, Any] = {},  # noqa: B006
+        **extra: Any,
     ) -> ChatCompletionChunk:
-        choice = ChunkChoice(
-            index=index,
-            delta=delta,
-            finish_reason=reason,
-            logprobs=logprobs if self._body.logprobs else None,
-        )
+        choice = ChunkChoice(index=index, delta=delta, finish_reason=reason, logprobs=logprobs)
         return ChatCompletionChunk(
             **self._head,
             object="chat.completion.chunk",
@@ -216,10 +212,12 @@ class _Reply:
             **extra,
         )
 
-    def _logprobs(self, entries: Any) -> list[ChatCompletionTokenLogprob]:
-        return [self._logprob(token) for _, token in entries if self._body.logprobs]
+    def _logprobs(
+        self, entries: Iterable[tuple[int, TokenInfo]]
+    ) -> list[ChatCompletionTokenLogprob]:
+        return [self._logprob(token) for _, token in entries]
 
-    def _logprob(self, token: Any) -> ChatCompletionTokenLogprob:
+    def _logprob(self, token: TokenInfo) -> ChatCompletionTokenLogprob:
         text, raw = name(self._service.tokenizer, token.token_id)
         top = []
         for token_id, logprob in token.top[: self._body.top_logprobs or 0]:

@@ -1,6 +1,6 @@
 """/v1/completions."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
@@ -155,17 +155,16 @@ class _Reply:
             return prompt
         return str(self._service.tokenizer.decode(prompt, skip_special_tokens=True))
 
-    def _logprobs(self, entries: Iterable[tuple[int, TokenInfo]]) -> Logprobs | None:
+    def _logprobs(self, entries: Sequence[tuple[int, TokenInfo]]) -> Logprobs | None:
         if self._body.logprobs is None:
             return None
-        tokenizer, known = self._service.tokenizer, list(entries)
-        most = self._body.logprobs
+        tokenizer, most = self._service.tokenizer, self._body.logprobs
         return Logprobs(
-            tokens=[name(tokenizer, token.token_id)[0] for _, token in known],
-            token_logprobs=[token.logprob or 0.0 for _, token in known],
+            tokens=[name(tokenizer, token.token_id)[0] for _, token in entries],
+            token_logprobs=[token.logprob or 0.0 for _, token in entries],
             top_logprobs=[
                 {name(tokenizer, one)[0]: value for one, value in token.top[:most]}
-                for _, token in known
+                for _, token in entries
             ],
-            text_offset=[offset for offset, _ in known],
+            text_offset=[offset for offset, _ in entries],
         )

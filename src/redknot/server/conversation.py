@@ -14,19 +14,18 @@ from redknot.server.service import Service
 async def prompt_of(service: Service, body: schema.ChatRequest, salt: str) -> Prompt:
     """The rendered conversation."""
     messages = [_message(service, salt, at, message) for at, message in enumerate(body.messages)]
-    offered = body.tools if body.tools and body.tool_choice != "none" else None
     return await service.off_loop(
         service.renderer.chat,
         messages,
         documents=[_document(at, one) for at, one in enumerate(body.documents or [])],
-        tools=None if offered is None else [_plain(tool) for tool in offered],
+        tools=[_plain(tool) for tool in body.offered],
         question="auto" if body.redknot is None else body.redknot.question,
         variables=body.chat_template_kwargs,
     )
 
 
 def grammar_of(body: schema.ChatRequest) -> Grammar | None:
-    """What the answer must look like: a format that was asked for, or a call that is due."""
+    """The format that was asked for, unless it is free text."""
     wanted = body.response_format
     if isinstance(wanted, schema.JsonFormat):
         return Grammar(kind="json_object")

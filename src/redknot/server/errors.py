@@ -106,7 +106,8 @@ def _invalid(errors: Sequence[Any], body: Any) -> ApiError:
     if not isinstance(body, dict):
         return ApiError(400, "the body must be a JSON object", code="invalid_json")
     first = max(errors, key=lambda error: len(error["loc"]))  # deepest in a union
-    param = _place(first["loc"], body, first["type"] == "missing")
+    missing = first["type"] == "missing"
+    param = _place(first["loc"], body, missing)
     context = first.get("ctx", {})
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_parameter")
@@ -114,7 +115,6 @@ def _invalid(errors: Sequence[Any], body: Any) -> ApiError:
         message = f"{context['tag']!r} is not supported (supported: {context['expected_tags']})"
     else:
         message = first["msg"][:1].lower() + first["msg"][1:]
-    missing = first["type"] == "missing"
     code = "missing_required_parameter" if missing else "invalid_value"
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code=code)
 

@@ -1,7 +1,6 @@
 """Calls of tools that must be made: a grammar forces them, and the whole answer is the call."""
 
 import json
-import uuid
 from typing import Any
 
 from redknot.engine.messages import Grammar
@@ -27,10 +26,11 @@ class ForcedCall:
     def finish(self) -> list[str | ToolCall]:
         """The call; the text itself where it was cut off."""
         if self._name is not None:
-            return [_call(self._name, self._text)]
+            return [ToolCall.new(self._name, self._text)]
         try:
             made = json.loads(self._text)
-            return [_call(made["name"], json.dumps(made["arguments"], ensure_ascii=False))]
+            arguments = json.dumps(made["arguments"], ensure_ascii=False)
+            return [ToolCall.new(made["name"], arguments)]
         except (ValueError, KeyError, TypeError):
             return [self._text] if self._text else []
 
@@ -60,7 +60,3 @@ def call_grammar(tools: list[schema.Tool], name: str | None) -> Grammar:
         for tool, arguments in known.items()
     ]
     return Grammar(kind="json_schema", schema=json.dumps({"anyOf": calls}))
-
-
-def _call(name: str, arguments: str) -> ToolCall:
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments)

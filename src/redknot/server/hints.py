@@ -53,7 +53,8 @@ class Reader:
 
     def read(self) -> tuple[tuple[Span, ...], Range]:
         """Spans and question; see `Renderer` for the rules."""
-        own = [piece for piece in self.pieces if piece.message == self._asking()]
+        asking = self._asking()
+        own = [piece for piece in self.pieces if piece.message == asking]
         marked = bool(self.given) or any(piece.part.segment for piece in self.pieces)
         if marked:
             chosen = dict.fromkeys(piece for piece in self.pieces if piece.part.segment)

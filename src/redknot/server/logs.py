@@ -26,8 +26,6 @@ class Trace:
     cached_tokens: int = 0
     completion_tokens: int = 0
     ttft: float | None = None
-    error: str = ""
-    "Code of the error that the client was told."
 
     def write(self) -> None:
         """One line, at the end of the request."""
@@ -47,8 +45,6 @@ class Trace:
                 "completion_tokens": self.completion_tokens,
                 "ttft": None if self.ttft is None else round(self.ttft, 4),
             }
-        if self.error:
-            fields["error"] = self.error
         logger.info("request", extra={"fields": fields})
 
 

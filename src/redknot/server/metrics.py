@@ -58,8 +58,9 @@ class ServerMetrics:
 
     def tokens(self, gap: float, count: int) -> None:
         """``count`` tokens have come, ``gap`` seconds each."""
+        series = self._gap.labels(self._model)
         for _ in range(count):
-            self._gap.labels(self._model).observe(gap)
+            series.observe(gap)
 
     def finished(self, reason: str, seconds: float) -> None:
         """A choice is complete."""

@@ -3,6 +3,7 @@
 from functools import cache
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 MARK = "\ufffd"
 
@@ -31,7 +32,4 @@ def _bytes(token: str) -> list[int] | None:
 @cache
 def _alphabet() -> dict[str, int]:
     """Characters that byte-level tokenizers write bytes with (Radford et al. 2019)."""
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in plain]
-    written = {chr(byte): byte for byte in plain}
-    return written | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {char: byte for byte, char in bytes_to_unicode().items()}

@@ -22,7 +22,6 @@ class Whole:
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[tuple[int, TokenInfo]] = field(default_factory=list)
     reason: Reason = "stop"
-    num_tokens: int = 0
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
@@ -95,7 +94,7 @@ async def gather(answer: Answer, totals: Totals) -> dict[tuple[int, int], Whole]
             if isinstance(update, Piece):
                 whole.add(update)
             else:
-                whole.reason, whole.num_tokens = update.reason, update.num_tokens
+                whole.reason = update.reason
     finally:
         answer.close()
     return dict(sorted(found.items()))

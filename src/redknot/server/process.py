@@ -52,7 +52,7 @@ async def serve(
         if client is None:
             return True
         service = Service(client, Renderer(tokenizer), tokenizer, settings)
-        server = _Server(service, settings, lambda: announce(service, _address(listener)))
+        server = _Server(service, lambda: announce(service, _address(listener)))
         watch = asyncio.create_task(server.stop_when_told(stop))
         try:
             await server.serve(sockets=[listener])
@@ -82,9 +82,7 @@ async def _started(config: EngineConfig, stop: Stop) -> EngineClient | None:
 class _Server(uvicorn.Server):
     """Says when it is ready, and stops with its engine or when told to."""
 
-    def __init__(
-        self, service: Service, settings: ServerSettings, announce: Callable[[], None]
-    ) -> None:
+    def __init__(self, service: Service, announce: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 build_app(service),
@@ -92,7 +90,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 server_header=False,
-                timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+                timeout_graceful_shutdown=max(1, round(service.settings.drain_seconds)),
             )
         )
         self._service, self._announce = service, announce

@@ -17,7 +17,6 @@ from redknot.segments.chat import (
     adds_bos,
     check_variables,
     render_chat,
-    shared_start,
     template_of,
 )
 from redknot.segments.chunking import ChunkSizes
@@ -70,8 +69,6 @@ class Renderer:
         template: PromptTemplate = PromptTemplate(),
     ) -> None:
         self._tokenizer, self._chunks, self._template = tokenizer, chunks, template
-        self.anchor = shared_start(tokenizer)
-        "First tokens that every rendered prompt shares; canonical state is computed behind them."
         self.smallest = chunks.smallest
         "Fewest tokens of a segment that nobody marked; what is marked may have any length."
         self.tool_format = ToolFormat.of(template_of(tokenizer, [{}]))
@@ -92,7 +89,6 @@ class Renderer:
         documents: Sequence[Document] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         question: QuestionPlace = "auto",
-        segments: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt of a conversation, ids as `apply_chat_template` gives them.
@@ -125,14 +121,13 @@ class Renderer:
             Span(*encoded.inside(characters), document.title)
             for characters, document in zip(found, documents if found else (), strict=True)
         ]
-        return self._read(encoded, _pieces(written, placed, encoded), given, question, segments)
+        return self._read(encoded, _pieces(written, placed, encoded), given, question)
 
     def completion(
         self,
         prompt: str | Sequence[int],
         *,
         question: QuestionPlace = "auto",
-        segments: bool = True,
     ) -> Prompt:
         """The prompt of a text, with the BOS that the tokenizer adds, or of ids as they are."""
         if isinstance(prompt, str):
@@ -146,7 +141,7 @@ class Renderer:
         if len(encoded) == start:
             raise InputError("the prompt is empty")
         piece = Piece(0, "user", TextPart(encoded.text), (start, len(encoded)))
-        return self._read(encoded, [piece], [], question, segments)
+        return self._read(encoded, [piece], [], question)
 
     def segment(self, text: str, title: str = "") -> Int[Tensor, "token"]:
         """Ids of a document as they stand in any prompt that has it in ``documents``."""
@@ -234,11 +229,9 @@ class Renderer:
         pieces: Sequence[Piece],
         given: Sequence[Span],
         place: QuestionPlace,
-        segments: bool,
     ) -> Prompt:
         reader = Reader(encoded, pieces, given, self._chunks, place, self.control)
-        spans, probe = reader.read()
-        return Prompt(encoded.token_ids, spans if segments else (), probe)
+        return Prompt(encoded.token_ids, *reader.read())
 
     def _decoded(self, token_ids: Sequence[int]) -> Encoded:
         """Ids of a client's making; their text serves to find blank lines and questions."""

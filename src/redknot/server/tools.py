@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from redknot.models.text import overlap
+
 _NAME = re.compile(
     r"\s{0,8}([\w.:-]{1,128})\s{0,8}(?:\[CALL_ID\]\s{0,8}\w{1,64}\s{0,8})?\[ARGS\]\s{0,8}(?=\{)"
 )
@@ -31,6 +33,11 @@ class ToolCall:
     name: str
     arguments: str
     "JSON text of an object."
+
+    @classmethod
+    def new(cls, name: str, arguments: str) -> "ToolCall":
+        """A call under an id that no other has."""
+        return cls(f"call_{uuid.uuid4().hex[:24]}", name, arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +153,7 @@ class ToolParser:
             self._at, self._listed, self._name = len(self._marker), False, ""
             self._step = self._head
             return True
-        most = min(len(self._text), len(self._marker) - 1)
-        held = (size for size in range(most, 0, -1) if self._marker.startswith(self._text[-size:]))
-        self._tell(len(self._text) - next(held, 0))
+        self._tell(len(self._text) - overlap(self._text, self._marker))
         return False
 
     def _head(self) -> bool:
@@ -224,7 +229,7 @@ class ToolParser:
             value = _object(given) if isinstance(given, str) else given
         if not isinstance(value, dict) or not isinstance(name, str) or not name:
             return None
-        return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, json.dumps(value))
+        return ToolCall.new(name, json.dumps(value))
 
 
 class _Object:

@@ -203,3 +203,8 @@ class ChatRequest(Common):
     web_search_options: Annotated[Any, Only()] = None
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
