@@ -3,9 +3,12 @@
 import pytest
 import torch
 from tests.engine.world import Answer, World, prompt_of, segments
+from tests.tiny import random_ids
 
 from redknot.engine.config import ShadowConfig
-from redknot.recovery.policies import Dense
+from redknot.engine.tasks import ShadowSide, shadow
+from redknot.execution.turns import drained
+from redknot.recovery.policies import Dense, parse_policy
 
 A, B, C, D = segments(60, 40, 33, 100)
 
@@ -40,6 +43,30 @@ def test_agreement_is_what_one_computes_by_hand(policy: str) -> None:
     assert world.engine.background.monitor.agreement == pytest.approx(sum(truth) / 4)
     assert min(truth) < 1, "a policy that reuses differs somewhere"
     world.assert_empty()
+
+
+def test_both_ways_are_compared_along_any_answer() -> None:
+    """Behind each token of the answer in turn, the last one left out."""
+    world = shadowed("reuse", threshold=0.0)
+    prompt, executor = prompt_of(A, B), world.session.executor
+    known = world.session.look_up(prompt)
+    sides = tuple(
+        ShadowSide(policy, known, None) for policy in (Dense(), parse_policy("epic:k=36"))
+    )
+    shares = set()
+    for seed in range(6):
+        answer = random_ids(20, seed)
+        best = []
+        for side in sides:
+            prefilled = executor.prefill(prompt.token_ids, known, side.policy)
+            best.append([int(prefilled.logits.argmax())])
+            for token in answer[:-1]:
+                best[-1].append(int(executor.extend(prefilled, token[None])[-1].argmax()))
+        equal = [one == other for one, other in zip(*best, strict=True)]
+        found = drained(shadow(executor, prompt.token_ids, answer, sides))
+        assert found == pytest.approx(sum(equal) / 20)
+        shares.add(found)
+    assert len(shares) > 2, "answers that tell nothing apart"
 
 
 def test_a_bad_policy_falls_back_to_dense() -> None:

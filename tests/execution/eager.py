@@ -1,6 +1,6 @@
 """An independent truth: float64 attention under explicit masks over a model's weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from redknot.execution import PromptCache
+from redknot.execution.builder import building
 from redknot.execution.session import Session
+from redknot.execution.turns import drained
 from redknot.heads import HeadMap
+from redknot.models import Adapter
 from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.loading import wrap_model
-from redknot.segments import Prompt
+from redknot.segments import Prompt, SegmentState
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -198,3 +201,8 @@ def held(cache: PromptCache, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     pages = kv.table[:, tokens // kv.page_size].long()
     offset = tokens % kv.page_size
     return kv.key[pages.clamp(min=0), offset], kv.value[pages.clamp(min=0), offset], pages >= 0
+
+
+def build_state(adapter: Adapter, token_ids: torch.Tensor, anchor: Sequence[int]) -> SegmentState:
+    """Canonical state, without a pause."""
+    return drained(building(adapter, token_ids, anchor))

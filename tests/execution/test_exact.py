@@ -6,6 +6,7 @@ from tests.execution.eager import (
     EPS,
     FAMILIES,
     assert_near,
+    build_state,
     far,
     forward,
     lively_hf,
@@ -16,7 +17,6 @@ from tests.execution.eager import (
 from tests.tiny import random_ids
 from transformers import DynamicCache, PreTrainedModel
 
-from redknot.execution.builder import build_state
 from redknot.execution.cache import PromptCache
 from redknot.models import adapt
 from redknot.recovery import Policy

@@ -6,12 +6,19 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tests.execution.eager import assert_near, far, lively_hf, lively_session, rounding, spanned
+from tests.execution.eager import (
+    assert_near,
+    build_state,
+    far,
+    lively_hf,
+    lively_session,
+    rounding,
+    spanned,
+)
 from tests.tiny import random_ids, tiny_session
 
 from redknot.execution import ExecutionSettings
 from redknot.execution.batch import DecodeBatch
-from redknot.execution.builder import build_state
 from redknot.execution.turns import drained
 from redknot.heads import HeadMap
 from redknot.models import adapt

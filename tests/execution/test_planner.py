@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from tests.execution.eager import lively_session, spanned
 
 from redknot.execution import planner
 from redknot.execution.planner import WORTH, Decision, Planner, calibrate
 from redknot.execution.session import Session
+from redknot.heads import HeadMap
 from redknot.recovery import Layout
 from redknot.recovery.cost import Rates
 from redknot.recovery.policies import Dense, Duo, Prefix, parse_policy
@@ -89,3 +91,34 @@ def test_calibration_happens_once_and_measures_rates() -> None:
     for name in ("matmul", "causal", "gathered", "relocate"):
         assert getattr(rates, name) > 1e6
     assert 0 < rates.layer_overhead < 1
+
+
+def test_prompts_that_hardly_differ_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 3 % in every count; what else decides is never left out."""
+    monkeypatch.setattr(planner, "calibrate", lambda executor: RATES)
+    monkeypatch.setattr(planner, "MOST_KNOWN", 6)
+    session, counted = lively_session(), []
+    one, found = Planner(session.executor), layout(session)
+    real = Planner._count
+
+    def counting(self: Planner, *asked: object) -> float:
+        counted.append(asked)
+        return real(self, *asked)
+
+    monkeypatch.setattr(Planner, "_count", counting)
+
+    def news(seen: Layout, policy: str = "reuse", head_map: HeadMap | None = None) -> int:
+        before = len(counted)
+        one.decide(seen, parse_policy(policy), head_map)
+        return len(counted) - before
+
+    assert news(found) == 2  # the policy and dense
+    assert news(found) == news(replace(found, num_tokens=found.num_tokens + 1)) == 0
+    assert news(replace(found, num_tokens=2 * found.num_tokens)) == 2
+    assert news(found, "epic:k=16") == 1
+    assert (
+        news(found, head_map=HeadMap.from_scores(torch.rand(4, 2), global_share=0.5, window=8)) == 1
+    )
+    assert news(replace(found, probe=(0, 20))) == 2
+    assert len(one._known) == 6  # the oldest went
+    assert news(found, "reuse") == 2

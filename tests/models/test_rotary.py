@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.execution.eager import build_state
 from tests.models.configs import EPS, gap, load_config
 from tests.tiny import ROTARY, random_ids, tiny_hf, tiny_model, tiny_session
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redknot.errors import InputError
-from redknot.execution.builder import build_state
 from redknot.execution.cache import PromptCache
 from redknot.kernels.relocate import rotate
 from redknot.models import adapt

@@ -25,6 +25,7 @@ class Company:
     _shared: DecodeBatch = field(init=False)
     _members: list[Choice] = field(default_factory=list, init=False)
     "By their number in the shared batch."
+    _numbers: dict[Choice, int] = field(default_factory=dict, init=False)
     _alone: dict[Choice, DecodeBatch] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +40,7 @@ class Company:
             batch = self._alone[choice] = self._batch_of_one()
             batch.add(prefilled)
         else:
-            self._shared.add(prefilled)
+            self._numbers[choice] = self._shared.add(prefilled)
             self._members.append(choice)
 
     def remove(self, choice: Choice) -> Prefilled | None:
@@ -47,11 +48,12 @@ class Company:
         alone = self._alone.pop(choice, None)
         if alone is not None:
             return alone.remove(0)
-        if choice not in self._members:
+        number = self._numbers.pop(choice, None)
+        if number is None:
             return None
-        number = self._members.index(choice)
-        self._members[number] = self._members[-1]
-        self._members.pop()
+        last = self._members.pop()
+        if last is not choice:
+            self._members[number], self._numbers[last] = last, number
         return self._shared.remove(number)
 
     def growth(self, choice: Choice) -> int:
@@ -111,4 +113,4 @@ class Company:
 
     def _place(self, choice: Choice) -> tuple[DecodeBatch, int]:
         alone = self._alone.get(choice)
-        return (alone, 0) if alone is not None else (self._shared, self._members.index(choice))
+        return (alone, 0) if alone is not None else (self._shared, self._numbers[choice])

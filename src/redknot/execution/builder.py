@@ -9,7 +9,7 @@ from torch import Tensor
 from redknot.execution.cache import PromptCache
 from redknot.execution.layer import Placed, Trip, attention, finish
 from redknot.execution.parts import EAGER, Parts
-from redknot.execution.turns import Turns, drained
+from redknot.execution.turns import Turns
 from redknot.execution.visibility import Visibility
 from redknot.kernels.upload import upload
 from redknot.models import Adapter
@@ -40,21 +40,6 @@ class StateRecorder:
         self.state.planes["value"][layer] = value[:, rows]
 
 
-def build_state(
-    adapter: Adapter,
-    token_ids: Int[Tensor, "token"],
-    anchor: Sequence[int],
-    *,
-    storage: PageStorage | None = None,
-    parts: Parts = EAGER,
-) -> SegmentState:
-    """State of ``token_ids`` behind ``anchor``; depends on nothing else.
-
-    The K/V of the pass stand in ``storage`` meanwhile, or in pages of their own.
-    """
-    return drained(building(adapter, token_ids, anchor, storage=storage, parts=parts))
-
-
 @torch.inference_mode()
 def building(
     adapter: Adapter,
@@ -64,7 +49,10 @@ def building(
     storage: PageStorage | None = None,
     parts: Parts = EAGER,
 ) -> Turns[SegmentState]:
-    """As `build_state`, in turns."""
+    """State of ``token_ids`` behind ``anchor``, in turns; depends on nothing else.
+
+    The K/V of the pass stand in ``storage`` meanwhile, or in pages of their own.
+    """
     ids = torch.cat([torch.tensor(anchor, dtype=torch.int64), token_ids])
     shapes = [layer.shape for layer in adapter.layers]
     recorder = StateRecorder(adapter, token_ids, skipped=len(anchor))

@@ -6,7 +6,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Turns = Generator[int, None, T]
-"Yields how many rows just ran through a layer; the next layer has no more of them."
+"""Yields how many rows just ran through a layer, tokens where a segment was placed, 0 where pages
+were taken; later layers of a pass have no more rows."""
 
 
 def drained(turns: Turns[T]) -> T:
