@@ -154,8 +154,8 @@ def test_the_pool_is_what_was_asked_for_or_what_is_left(monkeypatch: pytest.Monk
         layers, dtype = adapter.layers, adapter.dtype
         device = torch.device("cuda")
 
-    monkeypatch.setattr("redknot.bench.capacity.release", lambda device: None)
-    monkeypatch.setattr("redknot.bench.capacity.page_storage", lambda _: Bench)
+    monkeypatch.setattr("redknot.bench.room.release", lambda device: None)
+    monkeypatch.setattr("redknot.bench.room.page_storage", lambda _: Bench)
     monkeypatch.setattr(Bench, "page_bytes", 1 << 20, raising=False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 99 * GIB))
     assert pool_pages(OnGpu(), None, 8.0) == 2 * 1024  # type: ignore[arg-type]

@@ -292,7 +292,7 @@ def test_a_key_is_asked_for_once(served: Served, shown: Shown, watched: Watched)
     for wrong in ("another-key", "klíč-🙂"):
         enter(page, wrong)
         expect(form).to_contain_text("This API key is not accepted")
-        page.wait_for_function("sessionStorage.length === 0")  # once the answer has come
+        wait(lambda: page.evaluate("sessionStorage.length") == 0)  # once the answer has come
     page.wait_for_timeout(1500)
     assert watched.polls == 3  # without a key nothing is polled
     assert ["401" in text for text in watched.complaints] == [True] * 3

@@ -86,10 +86,9 @@ RENDERERS = {name: Renderer(bytes_with(template), SIZES) for name, template in P
 @given(
     st.lists(MESSAGE, min_size=1, max_size=5),
     st.sampled_from(["auto", "first", "last"]),
-    st.booleans(),
 )
 def test_ids_are_those_of_the_chat_template(
-    name: str, messages: list[ChatMessage], question: str, segments: bool
+    name: str, messages: list[ChatMessage], question: str
 ) -> None:
     """Whatever the template does to texts; spans and probe are sound in every case."""
     tokenizer = RENDERERS[name]._tokenizer
@@ -98,12 +97,9 @@ def test_ids_are_those_of_the_chat_template(
         with pytest.raises(InputError, match="empty"):
             RENDERERS[name].chat(messages)
         return
-    prompt = RENDERERS[name].chat(messages, question=question, segments=segments)
+    prompt = RENDERERS[name].chat(messages, question=question)
     assert prompt.token_ids.tolist() == wanted
     check(prompt, frozenset(tokenizer.all_special_ids))
-    assert segments or not prompt.spans
-    for span in RENDERERS[name].chat(messages, question="last").spans:
-        assert segments is False or question != "last" or span in prompt.spans
 
 
 @pytest.mark.model
@@ -250,7 +246,6 @@ def test_segments_are_those_of_the_library() -> None:
             renderer.segment(DOCUMENT.text, "t").tolist()
             == library.segment(Document(DOCUMENT.text, "t")).tolist()
         )
-        assert renderer.anchor == library.anchor
 
 
 def test_a_template_that_knows_documents_gets_them() -> None:
@@ -421,16 +416,13 @@ def test_one_bos_in_a_chat_and_in_a_completion(template: str | None, add_bos: bo
     tokenizer = bytes_with(template, add_bos=add_bos)
     renderer, bos = Renderer(tokenizer, SIZES), tokenizer.bos_token_id
     wanted = {PLAIN["chatml"]: False, PLAIN["trims"]: True, None: add_bos}[template]
-    for segments in (True, False):
-        chat = renderer.chat([message("system", LONG), message("user", LONG)], segments=segments)
-        assert (chat.token_ids == bos).nonzero().flatten().tolist() == [0] * wanted
-        for text in (LONG, "a?", tokenizer.bos_token + LONG):
-            prompt = renderer.completion(text, segments=segments)
-            written = text.startswith(tokenizer.bos_token)
-            assert (prompt.token_ids == bos).nonzero().flatten().tolist() == [0] * (
-                add_bos or written
-            )
-            check(prompt, frozenset({bos}))
+    chat = renderer.chat([message("system", LONG), message("user", LONG)])
+    assert (chat.token_ids == bos).nonzero().flatten().tolist() == [0] * wanted
+    for text in (LONG, "a?", tokenizer.bos_token + LONG):
+        prompt = renderer.completion(text)
+        written = text.startswith(tokenizer.bos_token)
+        assert (prompt.token_ids == bos).nonzero().flatten().tolist() == [0] * (add_bos or written)
+        check(prompt, frozenset({bos}))
     assert bos not in renderer.segment(DOCUMENT.text).tolist()
 
 

@@ -87,7 +87,7 @@ class Renderer:
         messages: Sequence[ChatMessage],
         *,
         documents: Sequence[Document] = (),
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         question: QuestionPlace = "auto",
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
@@ -106,7 +106,7 @@ class Renderer:
         for number, document in enumerate(documents, 1):
             self._template.of(document, number)  # none may be empty
         written, found = [self._written(message) for message in messages], list[Range]()
-        if documents and _knows_documents(template_of(self._tokenizer, tools)):
+        if documents and _knows_documents(template_of(self._tokenizer, tools or None)):
             placed = self._place(written, settings, documents)
             found = _documents_in(placed, len(messages), len(documents))
         if not found or NOWHERE in found:
