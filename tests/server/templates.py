@@ -82,7 +82,23 @@ LLAMA = (
     + '{"name": "{{ call.function.name }}", '
     '"parameters": {{ call.function.arguments | tojson }}}' + END + "<|end|>" + END + ANSWER
 )
-TOOLS = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
+TAGS = (
+    "{% if tools %}<|system|><tools>{{ tools | tojson }}</tools><|end|>{% endif %}"
+    + LOOP
+    + HEAD
+    + "{{ message.content }}"
+    + CALLS
+    + "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}"
+    "<parameter={{ name }}>\n{{ value }}\n</parameter>\n"
+    + END
+    + "</function>\n</tool_call>"
+    + END
+    + "<|end|>"
+    + END
+    + ANSWER
+)
+TOOLS = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA, "tags": TAGS}
 
 
 def bytes_with(template: str | None, *, add_bos: bool = True) -> PreTrainedTokenizerBase:

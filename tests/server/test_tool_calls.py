@@ -8,13 +8,16 @@ import pytest
 from tests.server.asked import CHAT, answer, body, chunks, error_of
 from tests.server.conftest import Opened
 from tests.server.scripted import ScriptedEngine
-from tests.server.templates import HERMES, bytes_with
+from tests.server.templates import HERMES, TAGS, bytes_with
 
 pytestmark = pytest.mark.anyio
 both = pytest.mark.parametrize("stream", [True, False])
 TOOL = {
     "type": "function",
-    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"year": {"type": "integer"}}},
+    },
 }
 NAMED = {"type": "function", "function": {"name": "look_up"}}
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"city": "Žatec"}}\n</tool_call>'
@@ -53,6 +56,18 @@ async def test_calls_are_told_from_content(
     assert len({call["id"] for call in calls}) == 2
     arguments = [json.loads(call["function"]["arguments"]) for call in calls]
     assert arguments == [{"city": "Žatec"}] * 2
+
+
+@both
+async def test_calls_in_tags_have_the_types_of_the_tool(
+    opened: Opened, engine: ScriptedEngine, stream: bool
+) -> None:
+    values = "<parameter=city>\nŽatec\n</parameter>\n<parameter=year>\n1265\n</parameter>\n"
+    engine.text = f"<tool_call>\n<function=look_up>\n{values}</function>\n</tool_call>"
+    content, calls, reason = await called(opened(tokenizer=bytes_with(TAGS)), stream)
+    assert (content, reason, len(calls)) == (None, "tool_calls", 1)
+    arguments = json.loads(calls[0]["function"]["arguments"])
+    assert arguments == {"city": "Žatec", "year": 1265}
 
 
 @both

@@ -22,16 +22,23 @@ CALLS = {
         "mistral",
         f"[TOOL_CALLS]find[ARGS]{json.dumps(ARGUMENTS)}[TOOL_CALLS] stop[CALL_ID]abc12[ARGS]{{}}",
     ),
+    "tags": (
+        "tags",
+        f"<tool_call>\n<function=find>\n<parameter=text>\n{ARGUMENTS['text']}\n</parameter>\n"
+        f"<parameter=n>{json.dumps(ARGUMENTS['n'])}</parameter></function>\n</tool_call>\n"
+        "<tool_call><function=stop>\n</function></tool_call>",
+    ),
     "llama": ("llama", f"{LLAMA}; {TWO}"),
     "llama lines": ("llama", f"\n{LLAMA}\n{TWO}\n"),
     "llama tag": ("llama", f"<|python_tag|>{LLAMA};{TWO}"),
 }
-KINDS = ["hermes", "mistral", "llama"]
+KINDS = ["hermes", "mistral", "llama", "tags"]
+SCHEMAS = {"find": {"properties": {"text": {"type": "string"}, "n": {"type": "array"}}}}
 
 
 def parse(kind: Any, pieces: list[str]) -> list[str | ToolCall]:
     """What the pieces give, neighbouring content joined."""
-    parser = ToolParser(ToolFormat(kind))
+    parser = ToolParser(ToolFormat(kind), SCHEMAS)
     out: list[str | ToolCall] = []
     for one in [*(one for piece in pieces for one in parser.feed(piece)), *parser.finish()]:
         if isinstance(one, str) and out and isinstance(out[-1], str):
@@ -56,10 +63,10 @@ def test_calls_are_found(name: str) -> None:
     assert all(one.startswith("call_") for one in ids)
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral list", "mistral names", "llama tag"])
+@pytest.mark.parametrize("name", ["hermes", "mistral list", "mistral names", "llama tag", "tags"])
 def test_content_before_a_call_comes_at_once_and_behind_it_too(name: str) -> None:
     kind, text = CALLS[name]
-    parser = ToolParser(ToolFormat(kind))
+    parser = ToolParser(ToolFormat(kind), SCHEMAS)
     assert parser.feed("Let me see") == ["Let me see"]
     assert parser.feed(": < {") == [": < {"]
     assert said(parser.feed(text) + parser.feed(" and so on")) == [
@@ -72,13 +79,13 @@ def test_content_before_a_call_comes_at_once_and_behind_it_too(name: str) -> Non
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_told_as_soon_as_it_is_complete(name: str) -> None:
     kind, text = CALLS[name]
-    parser = ToolParser(ToolFormat(kind))
+    parser = ToolParser(ToolFormat(kind), SCHEMAS)
     at = []
     for number, char in enumerate(text):
         at += [number] * len(parser.feed(char))
     assert len(at) == 2
     assert at[0] < text.index("stop") < at[1]
-    assert text[at[0]] == text[at[1]] == "}"
+    assert text[at[0]] == text[at[1]] == (">" if name == "tags" else "}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +111,7 @@ def test_what_is_no_call_is_content_with_and_without_the_marker(kind: Any, text:
     assert "".join(map(str, said(parse(kind, [text])))) == text
     opening = ToolFormat(kind).marker + ("[" if kind == "mistral" else "")
     for whole in (opening + text, "x" + opening + text + "</tool_call>]"):
-        if kind == "llama" or "no arguments" not in text:  # else they may be left out
+        if kind in ("llama", "tags") or "no arguments" not in text:  # else they may be left out
             assert said(parse(kind, [whole])) == [whole]
 
 
@@ -124,9 +131,72 @@ def test_arguments_may_be_text_and_a_closing_tag_may_be_missing() -> None:
     assert said(parse("hermes", ['<tool_call>{"name": "f"}</tool'])) == [("f", {}), "</tool"]
 
 
+TYPED = [
+    ("12", {"type": "string"}, "12"),
+    ("12", {"type": ["integer", "string"]}, "12"),
+    ("12", {"type": "integer"}, 12),
+    (" 1.5 ", {"type": "number"}, 1.5),
+    ("true", {"type": "boolean"}, True),
+    ("False", {"type": "boolean"}, False),
+    ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+    ("None", {"type": ["object", "null"]}, None),
+    ("null", {"type": "string"}, "null"),
+    ('[{"a": "b"}]', {"type": "array"}, [{"a": "b"}]),
+    ('{"a": 1}', {"oneOf": [{"type": "object"}]}, {"a": 1}),
+    ('{"a": 1}', {"$ref": "#/x"}, {"a": 1}),
+    ("{'a': 1}", {"type": "object"}, "{'a': 1}"),
+    ("NaN", {"type": "number"}, "NaN"),
+    ("12", None, "12"),
+    ("12", "no schema", 12),
+    ("12", {"type": 5, "anyOf": [7, {"type": {}}]}, 12),
+    ("\n two lines\n\n", {"type": "string"}, ...),
+    ("1</parameter>y<parameter=z>1", {"type": "string"}, ...),
+    ("<b>a</b> </function> </tool_call> </parameter> {", {"type": "string"}, ...),
+    ("", {"type": "string"}, ""),
+]
+
+
+@pytest.mark.parametrize(("text", "schema", "wanted"), TYPED)
+def test_a_value_in_tags_has_the_type_that_the_tool_says(
+    text: str, schema: Any, wanted: Any
+) -> None:
+    wanted = text if wanted is ... else wanted
+    for edge in ("", "\n"):
+        call = f"<function=f>{edge}<parameter=a b>\n{text}\n</parameter>{edge}</function>"
+        parser = ToolParser(ToolFormat("tags"), {"f": {"properties": {"a b": schema}}})
+        assert said(parser.feed(f"<tool_call>{edge}{call}{edge}</tool_call>")) == [
+            ("f", {"a b": wanted})
+        ]
+
+
+@pytest.mark.parametrize("schema", [{}, {"properties": []}, {"properties": {"other": {}}}])
+def test_a_value_that_no_schema_names_is_text(schema: Any) -> None:
+    parser = ToolParser(ToolFormat("tags"), {"f": schema} if schema else {})
+    text = "<tool_call><function=f><parameter=x>5</parameter></function>"
+    assert said(parser.feed(text)) == [("f", {"x": "5"})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<function=>\n</function>",
+        "<function=f g>\n</function>",
+        "<function=f>x</function>",
+        "<function=f><parameter=x>1</parameter>",
+        "<function=f><parameter=>1</parameter></function>",
+        "<functio",
+        "f",
+    ],
+)
+def test_broken_tags_are_content(text: str) -> None:
+    whole = f"<tool_call>{text}"
+    assert said(parse("tags", [whole])) == [whole]
+
+
 SNIPPETS = [
     *(text for _, text in CALLS.values()),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
+    *("<function=", "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
     *("[", "]", "{", "}", ",", ";", '"', "\\", " ", "\n", "name", "hello", TWO, "{x}", "n" * 130),
 ]
 

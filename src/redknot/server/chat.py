@@ -91,7 +91,8 @@ async def _job(service: Service, body: ChatRequest, request: Request) -> Job:
         grammar = call_grammar(body.offered, forced)
         parser = partial(ForcedCall, forced)
     elif body.offered and tool_format is not None:
-        parser = partial(ToolParser, tool_format)
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in body.offered}
+        parser = partial(ToolParser, tool_format, schemas)
     prompt = await prompt_of(service, body, tenant.salt)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     submit = service.submit(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from redknot.models.text import overlap
+from redknot.server import tagged
 
 _NAME = re.compile(
     r"\s{0,8}([\w.:-]{1,128})\s{0,8}(?:\[CALL_ID\]\s{0,8}\w{1,64}\s{0,8})?\[ARGS\]\s{0,8}(?=\{)"
@@ -22,6 +23,7 @@ WORDS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "llama": ("<|python_tag|>",),
+    "tags": ("<tool_call>", "</tool_call>"),
 }
 
 
@@ -44,7 +46,7 @@ class ToolCall:
 class ToolFormat:
     """How a model writes tool calls."""
 
-    kind: Literal["hermes", "mistral", "llama"]
+    kind: Literal["hermes", "mistral", "llama", "tags"]
 
     @classmethod
     def of(cls, chat_template: str | None) -> "ToolFormat | None":
@@ -53,14 +55,16 @@ class ToolFormat:
             return None
         if "[TOOL_CALLS]" in chat_template:
             return cls("mistral")
+        if "<tool_call>" in chat_template and tagged.BEGIN not in chat_template:
+            return cls("hermes")
         if "<tool_call>" in chat_template:
-            return None if "<function=" in chat_template else cls("hermes")
+            return cls("tags") if "<parameter=" in chat_template else None
         llama = '"name"' in chat_template and '"parameters"' in chat_template
         return cls("llama") if llama else None
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What calls are written with beside JSON; may be control tokens, which are to be shown."""
+        """What stands around calls; may be control tokens, which are to be shown."""
         return WORDS[self.kind]
 
     @property
@@ -99,8 +103,9 @@ class ToolParser:
     out as content.
     """
 
-    def __init__(self, tools: ToolFormat) -> None:
-        self._kind, self._marker = tools.kind, tools.marker
+    def __init__(self, tools: ToolFormat, schemas: tagged.Schemas) -> None:
+        """``schemas`` are those of the tools that are offered."""
+        self._kind, self._marker, self._schemas = tools.kind, tools.marker, schemas
         self._text = ""
         "Not yet told; in a call from its marker on, should it have to be told as content."
         self._step = self._start if self._kind == "llama" else self._content
@@ -108,7 +113,7 @@ class ToolParser:
         self._at = 0
         self._name = ""
         self._listed = self._behind_call = False
-        self._object = _Object(0)
+        self._object: _Object | tagged.Tags = _Object(0)
         self._out: list[str | ToolCall] = []
 
     def feed(self, text: str) -> list[str | ToolCall]:
@@ -161,6 +166,8 @@ class ToolParser:
         while self._at < len(self._text) and self._text[self._at].isspace():
             self._at += 1
         begins = self._text[self._at : self._at + 1]
+        if self._kind == "tags":
+            return self._begins_tagged()
         if begins == "{":
             self._object, self._step = _Object(self._at), self._arguments
             return True
@@ -175,6 +182,13 @@ class ToolParser:
             self._name, self._at = named[1], named.end()
             return True
         return False if _NAME_SO_FAR.fullmatch(self._text, self._at) else self._refuse()
+
+    def _begins_tagged(self) -> bool:
+        begins = self._text[self._at : self._at + len(tagged.BEGIN)]
+        if begins == tagged.BEGIN:
+            self._object, self._step = tagged.Tags(self._at), self._arguments
+            return True
+        return False if tagged.BEGIN.startswith(begins) else self._refuse()
 
     def _arguments(self) -> bool:
         """In the object, which holds the arguments and most often the name."""
@@ -197,7 +211,7 @@ class ToolParser:
         if (self._listed and first == ",") or (self._kind == "llama" and first in ";{"):
             self._at, self._step = int(first != "{"), self._head
             return True
-        end = {"hermes": "</tool_call>", "mistral": "]" * self._listed, "llama": ""}[self._kind]
+        end = "</tool_call>" if self._marker == "<tool_call>" else "]" * self._listed
         if len(self._text) < len(end) and end.startswith(self._text):
             return False
         self._text = self._text.removeprefix(end)
@@ -220,6 +234,9 @@ class ToolParser:
             self._text = self._text[size:]
 
     def _call(self, text: str) -> ToolCall | None:
+        if self._kind == "tags":
+            read = tagged.read(text, self._schemas)
+            return None if read is None else ToolCall.new(read[0], json.dumps(read[1]))
         value = _object(text)
         name: Any = self._name
         if value is not None and not name:
@@ -260,11 +277,7 @@ class _Object:
 def _object(text: str) -> dict[str, Any] | None:
     """The JSON object that ``text`` is, if it is one."""
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=tagged.no_number)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
