@@ -70,6 +70,18 @@ async def test_calls_in_tags_have_the_types_of_the_tool(
     assert arguments == {"city": "Žatec", "year": 1265}
 
 
+async def test_a_tool_may_say_nothing_of_its_arguments(
+    opened: Opened, engine: ScriptedEngine
+) -> None:
+    engine.text = (
+        "<tool_call><function=wait><parameter=for>\n5\n</parameter></function></tool_call>"
+    )
+    tools = [{"type": "function", "function": {"name": "wait"}}]
+    client = opened(tokenizer=bytes_with(TAGS))
+    message = (await answer(client, CHAT, tools=tools))["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"for": "5"}
+
+
 @both
 async def test_one_call_at_most_where_no_more_are_wanted(
     caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
@@ -94,6 +106,9 @@ async def test_without_a_choice_of_tools_text_stays_text(
     engine.text = CALL
     content, calls, _ = await called(caller, stream, tool_choice="none")
     assert (content, calls) == (CALL, [])
+    await answer(caller, CHAT)
+    asked, plain = engine.submitted[-2:]
+    assert (asked.token_ids, asked.sampling.grammar) == (plain.token_ids, None)
 
 
 @both

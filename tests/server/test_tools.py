@@ -143,6 +143,7 @@ TYPED = [
     ("null", {"type": "string"}, "null"),
     ('[{"a": "b"}]', {"type": "array"}, [{"a": "b"}]),
     ('{"a": 1}', {"oneOf": [{"type": "object"}]}, {"a": 1}),
+    ("12", {"oneOf": [{"type": "integer"}, {"type": "string"}]}, "12"),
     ('{"a": 1}', {"$ref": "#/x"}, {"a": 1}),
     ("{'a': 1}", {"type": "object"}, "{'a': 1}"),
     ("NaN", {"type": "number"}, "NaN"),
