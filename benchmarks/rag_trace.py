@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
+import torch
 from openai import AsyncOpenAI
 
+from redknot.bench.machine import describe_machine
 from redknot.evaluation.data import load_rows
 
 ONE_STRING = (
@@ -221,6 +223,7 @@ async def main() -> None:
             "ttft_ratio": summary(reuse)["ttft_median"] / summary(exact)["ttft_median"],  # type: ignore[operator]
             "requests": {"reuse": [asdict(x) for x in reuse], "exact": [asdict(x) for x in exact]},
         }
+    found["environment"] = describe_machine(torch.device("cpu"), None)  # the server's is the same
     print(json.dumps({k: v for k, v in found.items() if k not in ("requests", "pairs")}, indent=1))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
