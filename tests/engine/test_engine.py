@@ -11,6 +11,7 @@ from tests.engine.world import World, assert_same, prompt_of, segments
 from tests.execution.eager import lively_hf
 from tests.execution.test_masks import random_map
 
+from redknot.engine.messages import Cancel
 from redknot.execution.batch import DecodeBatch
 from redknot.recovery.policies import Reuse
 from redknot.recovery.policy import Stage
@@ -120,7 +121,7 @@ def test_cancelling_frees_pages_at_once_and_touches_nobody(
     answer = world.answers[goes]
     before = answer.all_ids
     was_done = answer.done
-    world.engine.cancel(goes, choice)
+    world.engine.cancel(Cancel(request_id=goes, choice=choice))
     if choice is None:
         assert goes not in world.engine.requests
         world.session.beginnings.forget()
@@ -151,9 +152,9 @@ def test_cancelling_who_waits_and_who_is_unknown() -> None:
     world.turn()
     waits = world.submit(prompt_of(B))
     world.turn()
-    world.engine.cancel(waits)
-    world.engine.cancel("nobody")
-    world.engine.cancel(first, 7)
+    world.engine.cancel(Cancel(request_id=waits))
+    world.engine.cancel(Cancel(request_id="nobody"))
+    world.engine.cancel(Cancel(request_id=first, choice=7))
     world.run()
     assert world.answers[waits].reasons == ["cancelled"]
     assert world.answers[waits].report is None
@@ -169,7 +170,7 @@ def test_an_aborted_prefill_leaves_nothing_to_be_found(turns: int) -> None:
     for _ in range(turns):
         world.turn()
     assert world.answers[goes].report is None, "it should still prefill"
-    world.engine.cancel(goes)
+    world.engine.cancel(Cancel(request_id=goes))
     assert world.pool.num_used == 1
     again = world.ask(prompt, logprobs=5)
     assert again.told.cached_tokens == 0

@@ -6,6 +6,7 @@ from tests.engine.world import Answer, World, prompt_of, segments
 from tests.tiny import random_ids
 
 from redknot.engine.config import ShadowConfig
+from redknot.engine.messages import Cancel
 from redknot.engine.tasks import ShadowSide, shadow
 from redknot.execution.turns import drained
 from redknot.recovery.policies import Dense, parse_policy
@@ -111,7 +112,7 @@ def test_those_who_are_exempt_or_were_cancelled_run_once() -> None:
     name = world.submit(prompt_of(A, lead=12), max_tokens=50)
     for _ in range(4):
         world.turn()
-    world.engine.cancel(name)
+    world.engine.cancel(Cancel(request_id=name))
     world.run()
     assert world.count("shadow_runs") == 0
 

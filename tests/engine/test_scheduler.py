@@ -136,11 +136,13 @@ def test_what_every_turn_must_keep(simulation: Simulation) -> None:
         assert grow + asked <= simulation.free + simulation.kept + freed
         active = [jobs[name] for name in (*turn.prefill, *turn.decode)]
         assert sum(one.choices for one in active) <= limits.max_requests
-        assert len(turn.prefill) <= limits.max_prefilling
+        tasks = sum(jobs[name].is_task for name in turn.prefill)
+        assert tasks <= 1
+        assert len(turn.prefill) - tasks <= limits.max_prefilling
         assert set(turn.admit) <= set(turn.prefill)
         assert [one.job_id for one in active if one.phase is Phase.WAITING] == []
         phases = [*turn.prefill, *turn.decode]
-        waiting = simulation.scheduler.counts()[Phase.WAITING]
+        waiting = sum(one.phase is Phase.WAITING for one in jobs.values())
         assert len(set(phases)) == len(phases) == len(jobs) - waiting
         assert all(jobs[name].held == jobs[name].growth == 0 for name in turn.preempt)
 
@@ -259,6 +261,21 @@ def test_one_that_was_preempted_has_all_its_work_before_it_again() -> None:
     assert late.pages == 8  # what it had, and the page that it was stopped for
 
 
+@pytest.mark.parametrize("tasks", [1, 8, 20])
+def test_tasks_keep_no_request_out(tasks: int) -> None:
+    """One of them runs at a time, and takes no place of a prompt's."""
+    scheduler = Scheduler(Limits(num_pages=100, max_prefilling=2))
+    for number in range(tasks):
+        scheduler.add(job(f"task-{number}", choices=0))
+    assert scheduler.turn(Memory(100)).admit == ("task-0",)
+    for number in range(3):
+        scheduler.add(job(f"request-{number}", arrived=9.0 + number))
+    assert scheduler.turn(Memory(99)).admit == ("request-0", "request-1")
+    assert scheduler.counts() == {Phase.WAITING: 1, Phase.PREFILL: 2, Phase.DECODE: 0}
+    scheduler.remove("task-0")
+    assert scheduler.turn(Memory(97)).admit == ("task-1",) * (tasks > 1)
+
+
 @given(st.integers(0, 5), st.integers(0, 8))
 def test_the_queue_is_full_exactly_at_its_limit(limit: int, running: int) -> None:
     scheduler = Scheduler(Limits(num_pages=100, max_waiting=limit, max_prefilling=100))
@@ -296,7 +313,8 @@ def test_refused_exactly_where_it_never_fits(
         else:
             with pytest.raises(QueueFull):
                 scheduler.add(new)
-        assert len(scheduler.jobs) == (scheduler.counts()[Phase.WAITING])
+        assert all(one.phase is Phase.WAITING for one in scheduler.jobs.values())
+        assert scheduler.counts()[Phase.WAITING] == len(scheduler.jobs) * bool(choices)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["turn", "requeue", "remove"]))))

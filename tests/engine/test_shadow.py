@@ -23,7 +23,7 @@ def configs(draw: st.DrawFn, **fixed: float) -> ShadowConfig:
 
 
 def lossy(monitor: ShadowMonitor) -> bool:
-    return monitor.wants("question_drop", exact=False, reused_tokens=9)
+    return monitor.wants(without_loss=False)
 
 
 def turns(monitor: ShadowMonitor, agreements: list[float]) -> list[int]:
@@ -65,21 +65,14 @@ def test_regular_traffic_does_not_hide(period: int) -> None:
     assert max(taken) < 2 * rounds / period
 
 
-@given(shares, st.lists(st.sampled_from(["lossy", "dense", "prefix", "exact", "cold"])))
-def test_exempt_requests_are_never_taken_and_do_not_count(share: float, kinds: list[str]) -> None:
+@given(shares, st.lists(st.booleans()))
+def test_exempt_requests_are_never_taken_and_do_not_count(share: float, exempt: list[bool]) -> None:
     monitor, other = (ShadowMonitor(ShadowConfig(share=share)) for _ in range(2))
-    for kind in kinds:
-        if kind == "lossy":
+    for one in exempt:
+        if one:
+            assert not monitor.wants(without_loss=True)
+        else:
             assert lossy(monitor) == lossy(other)
-            continue
-        policy = kind if kind in ("dense", "prefix") else "reuse"
-        reused = 0 if kind == "cold" else 5
-        assert not monitor.wants(policy, exact=kind == "exact", reused_tokens=reused)
-
-
-def test_a_policy_is_exempt_by_its_whole_description() -> None:
-    monitor = ShadowMonitor(ShadowConfig(share=1))
-    assert monitor.wants("dense:windows=all", exact=False, reused_tokens=1)
 
 
 @given(configs(), runs)

@@ -17,6 +17,7 @@ from redknot.evaluation import gate
 from redknot.evaluation.data import Row, RowDocument
 from redknot.evaluation.gate import GateFigures, GateResult, run_gate
 from redknot.evaluation.gate_rows import rows_for_gate
+from redknot.execution import ExecutionSettings
 from redknot.execution.session import Session
 from redknot.heads import HeadClass, HeadMap, HeadRule
 from redknot.recovery.policies import Dense, Duo, Prefix, Reuse, parse_policy
@@ -121,6 +122,25 @@ def test_the_session_stays_as_it_was() -> None:
     assert (after.exact, after.segments) == (before.exact, before.segments)
 
 
+def pooled(pages: int) -> Session:
+    """With a pool of fixed size, as a server has."""
+    return Session(lively_session().model, settings=ExecutionSettings(num_pages=pages))
+
+
+def test_no_second_pool_is_made_beside_a_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes what the device has."""
+    made: list[int] = []
+    real = gate.evaluate
+
+    def watched(session: Session, *args: Any) -> Any:
+        made.append(session.executor.storage.pool.num_pages)
+        return real(session, *args)
+
+    monkeypatch.setattr(gate, "evaluate", watched)
+    assert measured(session=pooled(1 << 15)).figures is not None
+    assert made[0] < 1 << 10
+
+
 def test_figures_are_read_again_whatever_the_limit(tmp_path: Path, reuse: GateResult) -> None:
     folder = tmp_path / "new" / "gate"
     first = measured(cache_folder=folder)
@@ -132,6 +152,13 @@ def test_figures_are_read_again_whatever_the_limit(tmp_path: Path, reuse: GateRe
     assert len(list(folder.iterdir())) == 1
 
 
+def templated(template: str) -> Session:
+    """With another chat template."""
+    session = lively_session()
+    session.model.tokenizer.chat_template = template
+    return session
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "policy": {"policy": "reuse:windows=none"},  # the same
     "hyper-parameter": {"policy": "epic:k=3"},
@@ -140,7 +167,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "weights": {"session": tiny_session(seed=1)},
     "anchor": {"session": lively_session(add_bos=False)},
     "another salt": {"session": lively_session(salt="tenant")},  # the same
+    "pool": {"session": pooled(777)},  # the same: what is free at a start
+    "chat template": {"session": templated("{{ messages }}")},
 }
+SAME = ("policy", "another salt", "pool")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -149,8 +179,7 @@ def test_another_ground_is_measured_anew(
 ) -> None:
     monkeypatch.setattr(gate, "_measure", lambda *_: FIGURES)
     measured(cache_folder=tmp_path)
-    same = change in ("policy", "another salt")
-    assert measured(cache_folder=tmp_path, **CHANGES[change]).cached == same
+    assert measured(cache_folder=tmp_path, **CHANGES[change]).cached == (change in SAME)
 
 
 def test_another_map_type_or_release_is_measured_anew(

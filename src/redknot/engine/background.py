@@ -8,6 +8,7 @@ import torch
 
 from redknot.engine.catalogue import Catalogue
 from redknot.engine.counters import Counters
+from redknot.engine.faults import told
 from redknot.engine.footprint import build_pages
 from redknot.engine.intake import Intake
 from redknot.engine.messages import (
@@ -21,14 +22,16 @@ from redknot.engine.messages import (
 )
 from redknot.engine.opening import UNCHANGED
 from redknot.engine.request import Request
-from redknot.engine.scheduler import Job, NeverFits, QueueFull, Scheduler
+from redknot.engine.scheduler import Job, NeverFits, Phase, QueueFull, Scheduler
 from redknot.engine.shadow import ShadowMonitor
 from redknot.engine.tasks import IdleBuilder, ShadowSide, Task, building, shadow
 from redknot.execution.session import Session
 from redknot.execution.turns import Turns
 from redknot.heads import HeadMap
+from redknot.recovery import Windows
 from redknot.recovery.policies import Dense
 from redknot.segments import SegmentState
+from redknot.segpaged import OutOfPages
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +82,27 @@ class Background:
         self.builder.give_way()
 
     def advance(self, task_id: str) -> None:
-        """One unit of a task."""
-        if not self._tasks[task_id].advance():
+        """One unit of a task; one whose pages others have by now waits for them."""
+        task = self._tasks[task_id]
+        try:
+            goes_on = task.advance()
+        except OutOfPages as short:
+            line, missing = told(short), short.asked - short.free
+            task.restart()
+            goes_on = self._waits(task_id, missing)
+            if not goes_on:
+                task.failed(line)
+        if not goes_on:
             self.remove(task_id)
+
+    def _waits(self, task_id: str, missing: int) -> bool:
+        """Let a task wait for pages that it lacks; False where nobody else has any."""
+        jobs, limits = self.scheduler.jobs, self.scheduler.limits
+        if sum(job.phase is not Phase.WAITING for job in jobs.values()) < 2:
+            return False
+        self.scheduler.requeue(task_id)
+        jobs[task_id].pages = min(jobs[task_id].pages + missing, limits.num_pages)
+        return True
 
     def restart(self, task_id: str) -> None:
         """A task has given way: it begins again at its next turn."""
@@ -101,7 +122,8 @@ class Background:
         if known is None or request.submit.exact or not self.build_idle:
             return
         for outcome in known.outcomes:
-            if outcome.status == "new" and outcome.reason == "not stored":
+            wanted = outcome.status == "new" and outcome.reason == "not stored"
+            if wanted and self.session.may_store(len(outcome.span)):
                 ids = request.prompt.token_ids[outcome.span.start : outcome.span.stop]
                 self.builder.want(ids, request.submit.salt)
 
@@ -112,17 +134,17 @@ class Background:
         whole = first.ended is not None and first.ended.reason in ("stop", "length")
         if not whole or known is None:
             return
-        reused = len(known.layout.stored)
-        if not self.monitor.wants(
-            request.asked.name, exact=request.submit.exact, reused_tokens=reused
-        ):
+        asked, layout = request.asked, request.asked.view(known.layout)
+        plain = asked.windows is Windows.NONE and not len(layout.stored)
+        without_loss = request.submit.exact or asked in UNCHANGED or plain
+        if not self.monitor.wants(without_loss=without_loss):
             return
         dense = ShadowSide(Dense(), known, None)
-        asked = ShadowSide(request.asked, known, self.head_map)
+        other = ShadowSide(asked, known, self.head_map)
         spec = request.submit.sampling
         greedy = spec.temperature == 0 and spec.grammar is None
         answered_dense = request.policy in UNCHANGED
-        sides = (asked if answered_dense else dense,) if greedy else (dense, asked)
+        sides = (other if answered_dense else dense,) if greedy else (dense, other)
 
         def start() -> Turns[object]:
             ids, tokens = request.prompt.token_ids, torch.tensor(answer)
@@ -164,6 +186,10 @@ class Background:
             self._refuse(asked.request_id, 400, "invalid_value", message)
             return
         ids = torch.tensor(asked.token_ids, dtype=torch.int64)
+        if not self.session.may_store(len(ids)):
+            message = f"the state of {len(ids)} tokens is larger than all that may be stored"
+            self._refuse(asked.request_id, 400, "too_large", message)
+            return
         key = self.session.key(ids, asked.salt).hex()
 
         def done(state: object) -> None:
@@ -179,6 +205,10 @@ class Background:
         def start() -> Turns[object]:
             return building(self.session, self.counters, ids, asked.salt)
 
+        stored = self.session.stored(ids, asked.salt)
+        if stored is not None:
+            done(stored)
+            return
         self.builder.forget(bytes.fromhex(key))
         self.catalogue.building(asked.salt, key, len(ids))
         pages = build_pages(self.session.executor, len(ids) + anchor)

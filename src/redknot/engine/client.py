@@ -133,9 +133,9 @@ class EngineClient:
             if left and not self.gone.is_set():
                 await self._send(Cancel(request_id=request.request_id))
 
-    async def cancel(self, request_id: str, choice: int | None = None) -> None:
-        """Stop a request or one choice; its `Ended` still comes."""
-        await self._send(Cancel(request_id=request_id, choice=choice))
+    async def stop(self, request_id: str, choice: int) -> None:
+        """End a choice that is whole, whatever the engine thinks; its `Ended` still comes."""
+        await self._send(Cancel(request_id=request_id, choice=choice, reason="stop"))
 
     async def segments(self, asked: SegmentAdd | SegmentQuery | SegmentDelete) -> Segments:
         """Ask about segments; `RequestRefused` where the answer is no."""
@@ -187,15 +187,17 @@ class EngineClient:
 
     async def _read(self) -> None:
         """Hand out messages until the process ends, then tell everybody."""
-        while True:
-            ended = self._process.poll() is not None  # asked first: its last words come before
-            if await self._socket.poll(200):
-                self._hand_out(_decoder.decode(await self._socket.recv()))
-            elif ended:
-                break
-        self.gone.set()
-        for queue in self._waiting.values():
-            queue.put_nowait(None)
+        try:
+            while True:
+                ended = self._process.poll() is not None  # asked first: its last words come before
+                if await self._socket.poll(200):
+                    self._hand_out(_decoder.decode(await self._socket.recv()))
+                elif ended:
+                    break
+        finally:  # also where it cannot be understood
+            self.gone.set()
+            for queue in self._waiting.values():
+                queue.put_nowait(None)
 
     def _hand_out(self, message: FromEngine) -> None:
         self._seen = time.monotonic()

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from redknot.engine.messages import TokenInfo
 from redknot.engine.request import Choice
-from redknot.engine.sampling import pick_all
+from redknot.engine.sampling import Picked, pick_all
 from redknot.engine.step_clock import StepClock
 from redknot.execution.batch import DecodeBatch
 from redknot.execution.executor import Executor, Prefilled
@@ -74,9 +73,9 @@ class Company:
         alone = [batch.requests[0] for batch in self._alone.values()]
         return [*self._shared.requests, *alone]
 
-    def step(self, clock: StepClock) -> list[tuple[Choice, TokenInfo]]:
+    def step(self, clock: StepClock) -> list[tuple[Choice, Picked]]:
         """One more token for everybody."""
-        found: list[tuple[Choice, TokenInfo]] = []
+        found: list[tuple[Choice, Picked]] = []
         batches = [(self._shared, list(self._members))] if self._members else []
         batches += [(batch, [choice]) for choice, batch in self._alone.items()]
         for batch, members in batches:
@@ -87,23 +86,19 @@ class Company:
             found += zip(members, picked, strict=True)
         return found
 
-    def replay(self, choice: Choice, prefilled: Prefilled) -> None:
-        """Put the K/V of the tokens that ``choice`` had chosen before it was preempted in place.
+    def resume(self, choice: Choice, prefilled: Prefilled) -> None:
+        """As `add`, for one that was preempted: the tokens it had chosen get their K/V again.
 
-        An exact one goes the way it went: token by token.
+        An exact one goes the way it went: token by token, in the batch that it goes on in.
         """
         known = choice.tokens[:-1]
-        if not known:
-            return
-        if not choice.request.submit.exact:
+        if known and not choice.request.submit.exact:
             prefilled.retain()
             self.executor.extend(prefilled, torch.tensor(known))
-            return
-        batch = self._batch_of_one()
-        batch.add(prefilled)
-        for token in known:
-            batch.step([token])
-        batch.remove(0)
+        self.add(choice, prefilled)
+        if choice.request.submit.exact:
+            for token in known:
+                self._alone[choice].step([token])
 
     def _batch_of_one(self) -> DecodeBatch:
         storage = self.executor.storage

@@ -10,12 +10,13 @@ import torch
 from redknot.engine.background import Background
 from redknot.engine.company import Company
 from redknot.engine.counters import Counters
+from redknot.engine.faults import FAULTS, told
 from redknot.engine.intake import Intake, refused
-from redknot.engine.messages import Ended, Output, Prefilled, Produced, Refused, Submit, TokenInfo
+from redknot.engine.messages import Cancel, Ended, Output, Prefilled, Produced, Refused, Submit
 from redknot.engine.opening import Opening
 from redknot.engine.reports import count, queue_seconds, report
-from redknot.engine.request import FAULTS, Choice, Request, told
-from redknot.engine.sampling import pick_all
+from redknot.engine.request import Choice, Request
+from redknot.engine.sampling import NoToken, Picked, pick_all
 from redknot.engine.scheduler import Memory, NeverFits, Phase, QueueFull, Scheduler, Turn, spend
 from redknot.engine.step_clock import StepClock
 from redknot.errors import InputError
@@ -81,14 +82,15 @@ class Engine:
         self.requests[request.request_id] = request
         return None
 
-    def cancel(self, request_id: str, number: int | None = None) -> None:
+    def cancel(self, cancel: Cancel) -> None:
         """Stop a request or one of its choices; the pages are free when this returns."""
+        request_id, number = cancel.request_id, cancel.choice
         request = self.requests.get(request_id)
         if request is None:
             return
         for choice in request.left:
             if number is None or choice.number == number:
-                ended = Ended(request_id=request_id, choice=choice.number, reason="cancelled")
+                ended = Ended(request_id=request_id, choice=choice.number, reason=cancel.reason)
                 self._end(choice, ended)
 
     def turn(self) -> Output | None:
@@ -183,6 +185,13 @@ class Engine:
             self.background.restart(job_id)
             return
         self._let_go(request)
+        self._comes_back(request)
+
+    def _comes_back(self, request: Request, missing: int = 0) -> None:
+        """Admit it again once there is room for all that it had, and for what was missing."""
+        job = self.scheduler.jobs[request.request_id]
+        pages = max(job.pages, self.intake.pages_again(request)) + missing
+        job.pages = min(pages, self.scheduler.limits.num_pages)
         self.counters.add("preemptions")
 
     def _let_go(self, request: Request) -> None:
@@ -227,6 +236,7 @@ class Engine:
         others = [job for job in self.scheduler.jobs.values() if job.phase is not Phase.WAITING]
         if len(others) > 1:
             self.scheduler.requeue(request.request_id)
+            self._comes_back(request, missing=short.asked - short.free)
         else:
             self._fail(request, short)
 
@@ -253,22 +263,19 @@ class Engine:
             raise RuntimeError("a prompt that is not in place")
         left = request.left
         again = bool(left[0].tokens)
-        known = request.known
-        derived = known is not None and known.beginning is not None and known.beginning.scope.chain
-        if not request.submit.exact and not derived:  # what goes on from an approximation is one
+        if not request.submit.exact and not request.is_derived:
             self.session.remember(prefilled, len(prefilled.token_ids), request.submit.salt)
         copies = [prefilled, *(prefilled.fork() for _ in left[1:])]
-        if again:
-            for choice, copy in zip(left, copies, strict=True):
-                self.company.replay(choice, copy)
-        else:
+        if not again:
             self._first_tokens(request, prefilled, left)
-        self.scheduler.jobs[request.request_id].phase = Phase.DECODE
         for choice, copy in zip(left, copies, strict=True):
             if choice.ended:
                 copy.cache.release()
+            elif again:
+                self.company.resume(choice, copy)
             else:
                 self.company.add(choice, copy)
+        self.scheduler.jobs[request.request_id].phase = Phase.DECODE
         request.prefilled = None
         if not request.left:
             self._finish(request)
@@ -278,14 +285,15 @@ class Engine:
     ) -> None:
         pickers = [choice.picker for choice in choices]
         logits = prefilled.logits[None].expand(len(pickers), -1)
-        infos = pick_all(pickers, logits)
+        picked = pick_all(pickers, logits)
         done = report(self.session, request, prefilled)
         done.seconds["queue"] = max(0.0, queue_seconds(request) - sum(done.seconds.values()))
-        count(self.counters, done, prefilled.layout.exact)
+        exact_tokens = 0 if request.is_derived else prefilled.layout.exact
+        count(self.counters, done, None if request.submit.exact else exact_tokens)
         self.background.saw(request, done)
         self._out.prefilled.append(Prefilled(request_id=request.request_id, report=done))
-        for choice, info in zip(choices, infos, strict=True):
-            self._take(choice, info)
+        for choice, one in zip(choices, picked, strict=True):
+            self._take(choice, one)
 
     def _decode(self, clock: StepClock) -> None:
         try:
@@ -295,16 +303,20 @@ class Engine:
                 if self.scheduler.jobs[request.request_id].phase is Phase.DECODE:
                     self._fail(request, error)
             return
-        for choice, info in found:
-            self._take(choice, info)
+        for choice, one in found:
+            self._take(choice, one)
 
-    def _take(self, choice: Choice, info: TokenInfo) -> None:
+    def _take(self, choice: Choice, picked: Picked) -> None:
         """One more token of ``choice``; the last one takes it out."""
-        choice.tokens.append(info.token_id)
+        request_id, number = choice.request.request_id, choice.number
+        if isinstance(picked, NoToken):
+            self._end(choice, Ended(
+                request_id=request_id, choice=number, reason="error", message=picked.message
+            ))  # fmt: skip
+            return
+        choice.tokens.append(picked.token_id)
         self.counters.add("generation_tokens")
-        self._out.produced.append(
-            Produced(request_id=choice.request.request_id, choice=choice.number, tokens=(info,))
-        )
+        self._out.produced.append(Produced(request_id=request_id, choice=number, tokens=(picked,)))
         ended = choice.end()
         if ended is not None:
             self._end(choice, ended)
@@ -332,6 +344,8 @@ class Engine:
         chain = self.opening.chain(request.policy)
         if request.submit.exact or (whole and not chain):  # no dense prompt goes on from a window
             return
+        if chain and not request.policy.takes_exact:
+            return
         cache = prefilled.cache.fork()
         written = torch.tensor(choice.tokens[: cache.length - len(request.prompt)])
         token_ids = torch.cat([request.prompt.token_ids, written.to(torch.int64)])
@@ -340,10 +354,10 @@ class Engine:
         self.session.beginnings.put(token_ids, cache, scope, least)
 
     def _finish(self, request: Request) -> None:
-        request.give_up_work()
         self.scheduler.remove(request.request_id)
         del self.requests[request.request_id]
         self.background.finished(request)
+        request.close()
 
     def _refuse(self, submit: Submit, status: int, code: str, message: str) -> Refused:
         self.counters.add("refused")

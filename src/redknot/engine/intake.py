@@ -53,23 +53,22 @@ class Intake:
 
     def job(self, request: Request) -> Job:
         """What the scheduler must know of ``request``: footprint and predicted time."""
-        submit, executor = request.submit, self.session.executor
-        pages = Footprint.of(
-            executor,
-            request.prompt,
-            request.asked,
-            self.head_map,
-            submit.sampling.max_tokens,
-            submit.sampling.n,
-        )
+        submit = request.submit
+        most, n = submit.sampling.max_tokens, submit.sampling.n
+        pages = self._footprint(request, request.asked, most, n)
         return Job(
             job_id=request.request_id,
             arrived=submit.arrived,
             pages=pages.prefill,
-            last_pages=pages.last,
+            last_pages=self._footprint(request, Dense(), most, n).last,  # which may run instead
             ms=self.milliseconds(self._tokens_to_run(request)),
-            choices=submit.sampling.n,
+            choices=n,
         )
+
+    def pages_again(self, request: Request) -> int:
+        """To compute its prompt once more, and the tokens that its choices have by now."""
+        tokens = max(len(choice.tokens) for choice in request.left) + 1
+        return self._footprint(request, Dense(), tokens, len(request.left)).last
 
     def milliseconds(self, tokens: int) -> float:
         """Predicted for so many tokens through all layers, attention left out."""
@@ -86,6 +85,12 @@ class Intake:
         if self.session.model.adapter.device.type != "cuda":
             return spent_ms
         return max(spent_ms, self.milliseconds(rows) / len(self.session.executor.shapes))
+
+    def _footprint(
+        self, request: Request, policy: Policy, new_tokens: int, choices: int
+    ) -> Footprint:
+        executor, prompt = self.session.executor, request.prompt
+        return Footprint.of(executor, prompt, policy, self.head_map, new_tokens, choices)
 
     def _tokens_to_run(self, request: Request) -> int:
         """About how many tokens will flow through all layers, by what is stored now."""

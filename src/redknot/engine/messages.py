@@ -73,6 +73,8 @@ class Cancel(Message, frozen=True, kw_only=True):
 
     request_id: str
     choice: int | None = None
+    reason: Literal["cancelled", "stop"] = "cancelled"
+    "What it ends as: a stop string, which only the server sees, makes an answer whole."
 
 
 class SegmentAdd(Message, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from redknot.engine.request import Request
+from redknot.execution.beginnings import Beginning
 from redknot.execution.clock import Clock
 from redknot.execution.planner import Decision, Planner
 from redknot.execution.session import Known, Session
@@ -89,7 +90,15 @@ class Opening:
             return known
         salt, chain = request.submit.salt, before.scope.chain
         found = self.session.look_up(request.prompt, salt=salt, chain=chain).beginning
-        if found is not None and found.scope == before.scope and found.tokens >= before.tokens:
+        same = found is not None and found.scope == before.scope
+        if found is not None and same and self._covers(found, before):
             return replace(known, beginning=found)
         layout = known.layout.limited(exact=0, segments=True)
         return replace(known, beginning=None, layout=layout)
+
+    @staticmethod
+    def _covers(found: Beginning, before: Beginning) -> bool:
+        """What an approximation left has no shorter form: windows have given pages back."""
+        return found.tokens == before.tokens or (
+            found.tokens > before.tokens and not found.scope.chain
+        )

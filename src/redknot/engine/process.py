@@ -98,7 +98,7 @@ class Loop:
             if refusal is not None:
                 self.send(refusal)
         elif isinstance(message, Cancel):
-            engine.cancel(message.request_id, message.choice)
+            engine.cancel(message)
         elif isinstance(message, SegmentAdd | SegmentQuery | SegmentDelete):
             engine.background.ask(message)
         elif isinstance(message, Shutdown):

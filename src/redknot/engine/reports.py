@@ -33,15 +33,16 @@ def report(session: Session, request: Request, prefilled: Prefilled) -> Report:
     )
 
 
-def count(counters: Counters, told: Report, exact_tokens: int) -> None:
+def count(counters: Counters, told: Report, exact_tokens: int | None) -> None:
     """Add what a report says to what the engine counts.
 
-    ``exact_tokens`` were taken over from the pages of an earlier prompt.
+    ``exact_tokens`` are what an exact beginning gave; None where none was asked for.
     """
     counters.add("prompt_tokens", told.prompt_tokens)
     counters.add("cached_tokens", told.cached_tokens)
-    counters.add("prefix_queries", told.prompt_tokens)
-    counters.add("prefix_hits", exact_tokens)
+    if exact_tokens is not None:
+        counters.add("prefix_queries", told.prompt_tokens)
+        counters.add("prefix_hits", exact_tokens)
     for segment in told.segments:
         tokens = segment.stop - segment.start
         counters.add(
@@ -56,7 +57,7 @@ def _segment(
 ) -> SegmentReport:
     span, computed = outcome.span, prefilled.plan.layers[0].active
     first, stop = torch.searchsorted(computed, torch.tensor([span.start, span.stop])).tolist()
-    hit, reason = _tier(session, known, outcome), outcome.reason
+    hit, reason = _tier(session, request, known, outcome), outcome.reason
     layout = prefilled.layout
     taken = span.stop <= layout.exact or (span.start, span.stop) in layout.segments
     if hit != "none" and not taken:
@@ -75,12 +76,11 @@ def _segment(
     )
 
 
-def _tier(session: Session, known: Known, outcome: Outcome) -> str:
+def _tier(session: Session, request: Request, known: Known, outcome: Outcome) -> str:
     if outcome.status == "new":
         return "none"
     if outcome.status == "exact":
-        derived = known.beginning is not None and known.beginning.scope.chain
-        return "derived" if derived else "exact"
+        return "derived" if request.is_derived else "exact"
     state = next(state for span, state in known.hits if span == outcome.span)
     plane = next(iter(state.planes.values()))
     return "device" if plane.device.type == session.model.adapter.device.type else "host"

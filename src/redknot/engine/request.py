@@ -1,6 +1,5 @@
 """One request on its way, and its choices."""
 
-import traceback
 from dataclasses import dataclass, field
 
 from redknot.engine.messages import Ended, Submit
@@ -12,15 +11,6 @@ from redknot.execution.session import Known
 from redknot.execution.turns import Turns
 from redknot.recovery import Policy
 from redknot.segments import Prompt
-
-FAULTS = (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError)
-"What may go wrong with one piece of work and leaves the engine whole."
-
-
-def told(error: BaseException) -> str:
-    """One line for those who asked; lets go of the pages that frames of the failed work hold."""
-    traceback.clear_frames(error.__traceback__)
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @dataclass(eq=False)
@@ -75,6 +65,12 @@ class Request:
         return self.asked if self.decision is None else self.decision.policy
 
     @property
+    def is_derived(self) -> bool:
+        """Whether it goes on from what an approximation has left, and so is one."""
+        beginning = None if self.known is None else self.known.beginning
+        return beginning is not None and beginning.scope.chain != ""
+
+    @property
     def left(self) -> list[Choice]:
         """Choices that are not complete."""
         return [choice for choice in self.choices if choice.ended is None]
@@ -88,6 +84,12 @@ class Request:
         except StopIteration as end:
             self.rows, self.work, self.prefilled = 0, None, end.value
         return self.prefilled
+
+    def close(self) -> None:
+        """Let go of all that was found, and of the ring of request and choices, at its end."""
+        self.give_up_work()
+        self.known = self.clock = None
+        self.choices = []
 
     def give_up_work(self) -> None:
         """Let go of pages and of whatever is half done; what was found stays."""

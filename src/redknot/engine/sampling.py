@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +14,24 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from redknot.engine.faults import FAULTS, told
 from redknot.engine.messages import Grammar, SamplingSpec, TokenInfo
 from redknot.errors import InputError
 from redknot.execution.sampling import Chooser, Sampling
 
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 "As Python writes JSON: with free blanks a model may write nothing else."
+
+
+@dataclass(frozen=True, slots=True)
+class NoToken:
+    """A choice that cannot go on."""
+
+    message: str
+    "Why, in one line."
+
+
+Picked = TokenInfo | NoToken
 
 
 class Picker:
@@ -41,12 +54,13 @@ class Picker:
         return self._choose.greedy and self._matcher is None and self.logprobs is None
 
     def pick(self, logits: Float[Tensor, "vocab"]) -> TokenInfo:
-        """The next token."""
+        """The next token; `RuntimeError` where the grammar has lost its way."""
         if self._matcher is not None:
             logits = self._allowed(self._matcher, logits)
         token = self._choose(logits)
         if self._matcher is not None:
             self._matcher.consume_token(token)
+            _check(self._matcher)
         if self.logprobs is None:
             return TokenInfo(token)
         known = logits.float().log_softmax(-1)
@@ -61,6 +75,7 @@ class Picker:
         """``logits`` with everything that breaks the grammar at minus infinity."""
         mask = llguidance.torch.allocate_token_bitmask(1, len(logits))
         llguidance.torch.fill_next_token_bitmask(matcher, mask)
+        _check(matcher)  # its limits show only now; then all but an end is forbidden
         allowed = logits[None].clone()
         llguidance.torch.apply_token_bitmask_inplace(allowed, mask.to(logits.device))
         return allowed[0]
@@ -94,13 +109,28 @@ class Grammars:
         return matcher
 
 
-def pick_all(pickers: Sequence[Picker], logits: Float[Tensor, "choice vocab"]) -> list[TokenInfo]:
-    """The next token of each choice; the device is waited for once for all greedy ones."""
+def pick_all(pickers: Sequence[Picker], logits: Float[Tensor, "choice vocab"]) -> list[Picked]:
+    """The next token of each choice; the device is waited for once for all greedy ones.
+
+    What goes wrong with one choice is that choice's alone.
+    """
     best = logits.argmax(-1).tolist()
     return [
-        TokenInfo(best[row]) if picker.is_plain else picker.pick(logits[row])
+        TokenInfo(best[row]) if picker.is_plain else _pick(picker, logits[row])
         for row, picker in enumerate(pickers)
     ]
+
+
+def _pick(picker: Picker, logits: Float[Tensor, "vocab"]) -> Picked:
+    try:
+        return picker.pick(logits)
+    except FAULTS as error:
+        return NoToken(told(error))
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
+    if matcher.is_error():
+        raise RuntimeError(f"response_format: {_first_line(matcher.get_error())}")
 
 
 def _first_line(error: object) -> str:

@@ -40,7 +40,7 @@ class Limits:
     "Choices that decode together."
     max_waiting: int = 256
     max_prefilling: int = 8
-    "Prompts that have pages before they decode."
+    "Prompts that have pages before they decode; besides them at most one task."
     step_ms: float = 60.0
     "Predicted prefill work of one turn."
 
@@ -71,6 +71,11 @@ class Job:
 
     def __post_init__(self) -> None:
         self.whole_ms = self.ms
+
+    @property
+    def is_task(self) -> bool:
+        """Whether nobody waits for tokens of it."""
+        return not self.choices
 
     @property
     def due(self) -> float:
@@ -160,8 +165,8 @@ class Scheduler:
         )
 
     def counts(self) -> dict[Phase, int]:
-        """Requests by phase."""
-        return {phase: len(self._in(phase)) for phase in Phase}
+        """Requests by phase; tasks are none."""
+        return {phase: sum(not job.is_task for job in self._in(phase)) for phase in Phase}
 
     def _make_room(self, available: int) -> tuple[int, list[Job]]:
         """Preempt the latest until the others can grow; the earliest never gives way."""
@@ -187,16 +192,20 @@ class Scheduler:
         slots = self.limits.max_requests - sum(
             job.choices for job in self.jobs.values() if job.phase is not Phase.WAITING
         )
-        room = self.limits.max_prefilling - len(self._in(Phase.PREFILL))
+        prefilling = self._in(Phase.PREFILL)
+        task_runs = any(job.is_task for job in prefilling)
+        room = self.limits.max_prefilling - sum(not job.is_task for job in prefilling)
         admitted: list[Job] = []
         for job in sorted(self._in(Phase.WAITING), key=_by_due):
-            if len(admitted) >= room or job.choices > slots:
-                break
-            if job.pages > available:
+            if job.is_task and task_runs:
+                continue
+            if (not job.is_task and not room) or job.choices > slots or job.pages > available:
                 break
             job.phase, job.held = Phase.PREFILL, job.pages
             available -= job.pages
             slots -= job.choices
+            room -= not job.is_task
+            task_runs |= job.is_task
             admitted.append(job)
         return admitted
 

@@ -10,8 +10,6 @@ from redknot.errors import InputError
 MARGIN = 0.02
 "The mean must be so far above the threshold before the policy answers again."
 GOLDEN = (math.sqrt(5) - 1) / 2
-WITHOUT_LOSS = ("dense", "prefix")
-"Policies whose answers are dense's own."
 
 
 class ShadowMonitor:
@@ -39,15 +37,14 @@ class ShadowMonitor:
         self.fallbacks = 0
         self.recoveries = 0
 
-    def wants(self, policy: str, *, exact: bool, reused_tokens: int) -> bool:
+    def wants(self, *, without_loss: bool) -> bool:
         """Whether this request is to be run twice; ask once for each request.
 
-        ``policy`` and ``reused_tokens`` are what the policy's side of the pair runs and takes over,
-        whoever answers. Requests whose result is dense's anyway are exempt and do not count. Of n
+        Those that are ``without_loss``, whose result is dense's anyway, do not count. Of n
         others n * share are picked, within one at every n: one in each interval of 1 / share, at
         a place that moves by the golden ratio, so that no regular traffic hides from it.
         """
-        if exact or reused_tokens < 1 or policy in WITHOUT_LOSS:
+        if without_loss:
             return False
         self._seen += 1
         place = self._taken + (self._taken + 1) * GOLDEN % 1

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import torch
 
 from redknot.engine.counters import Counters
-from redknot.engine.request import FAULTS, told
+from redknot.engine.faults import FAULTS, told
 from redknot.execution.executor import Executor
 from redknot.execution.session import Known, Session
 from redknot.execution.turns import Turns
 from redknot.heads import HeadMap
 from redknot.recovery import Policy
 from redknot.segments import SegmentState
+from redknot.segpaged import OutOfPages
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +41,19 @@ class Task:
         self.work = self.start()
 
     def advance(self) -> bool:
-        """One unit; False once it has ended, well or not."""
+        """One unit; False once it has ended, well or not. `OutOfPages` leaves it as it was."""
         try:
             next(self.work)
+            return True
         except StopIteration as end:
-            self.done(end.value)
-            return False
+            value = end.value
+        except OutOfPages:
+            raise
         except FAULTS as error:
             self.failed(told(error))
             return False
-        return True
+        self.done(value)
+        return False
 
 
 @dataclass(eq=False)
@@ -124,7 +128,7 @@ def building(
     session: Session, counters: Counters, token_ids: torch.Tensor, salt: str
 ) -> Turns[SegmentState]:
     """State of a segment, out of the store or built, and then counted; in turns."""
-    found = session.store.get(session.key(token_ids, salt)) is not None
+    found = session.stored(token_ids, salt) is not None
     work, spent = session.building(token_ids, salt), 0.0
     with closing(work):
         while True:
@@ -172,4 +176,5 @@ def shadow(
         if len(answer) > 1:
             best.append(executor.extend(prefilled, answer[:-1]).argmax(-1))
         chosen.append(torch.cat(best).cpu())
+        prefilled.cache.release()
     return float((chosen[0] == chosen[1]).float().mean())

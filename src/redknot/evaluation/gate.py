@@ -6,17 +6,19 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 import msgspec
+import torch
 
 from redknot.errors import InputError
 from redknot.evaluation.data import Row
 from redknot.evaluation.report import PolicyReport
 from redknot.evaluation.run import EvalSettings, evaluate
 from redknot.evaluation.summary import summarise
+from redknot.execution import ExecutionSettings
 from redknot.execution.session import Session
 from redknot.heads import HeadMap
 from redknot.recovery import Policy
@@ -145,7 +147,7 @@ def _measure(
     session: Session, policy: Policy, head_map: HeadMap | None, rows: Sequence[Row], prompts: int
 ) -> GateFigures:
     start = time.perf_counter()
-    own = Session(session.model, session.template, settings=session.settings)
+    own = Session(session.model, session.template, settings=_without_pool(session.settings))
     settings = EvalSettings(
         limit=prompts,
         max_tokens=session.model.adapter.context_length,
@@ -181,14 +183,25 @@ def _key(
 ) -> str:
     """Digest of all that shapes the figures."""
     space, device = session.namespace, session.model.adapter.device
+    tokenizer = session.model.tokenizer
     ground = (
-        __version__,
+        (__version__, str(torch.__version__)),
         (space.weights, space.settings, space.rotary, space.dtype, space.anchor, space.state),
         (policy.describe(), "" if head_map is None else head_map.digest()),
         (rows, prompts, ANSWER_TOKENS),
-        (repr(session.template), repr(session.settings), device.type),
+        (repr(session.template), repr(_without_pool(session.settings)), _name(device)),
+        (repr(tokenizer.chat_template), tokenizer.backend_tokenizer.to_str()),
     )
     return hashlib.sha256(msgspec.json.encode(ground)).hexdigest()
+
+
+def _without_pool(settings: ExecutionSettings) -> ExecutionSettings:
+    """With pages as they are needed: beside a server's pool there is no room for another."""
+    return replace(settings, num_pages=None)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _read(place: Path, key: str) -> GateFigures | None:

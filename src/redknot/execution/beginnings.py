@@ -126,8 +126,10 @@ class Beginnings:
         return int((self._pool.references(pages) == times).sum())
 
     def reclaim(self, num_pages: int) -> int:
-        """Let go of entries until so many pages are free; how many became free."""
+        """Let go of entries until so many more pages are free; of none where all are too few."""
         before = self._pool.num_free
+        if self.reclaimable() < num_pages:
+            return 0
         for key in list(self._entries):
             if self._pool.num_free - before >= num_pages:
                 break

@@ -198,7 +198,7 @@ class Executor:
                 seeing = self._trip(cache, Visibility.of(self.shapes, 0), clock=clock)
                 turns = self._probe.mass(seeing, cache, token_ids, layout)
                 mass = yield from _pausing(turns, clock)
-                cache.truncate(layout.num_tokens)
+                cache.trim(layout.num_tokens)  # the probe's rows, which no window has given back
         with clock.stage("recover"):
             groups = global_groups(self.shapes, head_map)
             trip = self._trip(cache, sight, clock)

@@ -9,6 +9,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from redknot.errors import InputError
 
+GREEDY_BELOW = 1e-5
+"Temperatures that are none: the likeliest token is taken."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -29,7 +32,7 @@ class Chooser:
     """Picks a token from logits; with a seed the same ones every time."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        self.greedy = sampling.temperature == 0
+        self.greedy = sampling.temperature < GREEDY_BELOW
         self._warp = LogitsProcessorList()
         self._generator = torch.Generator(device)
         if self.greedy:
@@ -46,5 +49,7 @@ class Chooser:
         """The next token."""
         if self.greedy:
             return int(logits.argmax())
-        warped = self._warp(torch.empty(1, 0, dtype=torch.int64), logits[None])[0]
-        return int(torch.multinomial(warped.softmax(-1), 1, generator=self._generator))
+        scores = logits.float() - logits.max()  # so that no temperature makes one infinite
+        warped = self._warp(torch.empty(1, 0, dtype=torch.int64), scores[None])[0]
+        noise = torch.empty_like(warped).exponential_(generator=self._generator)
+        return int((warped.softmax(-1) / noise).argmax())  # a draw that no value can make fail

@@ -88,15 +88,23 @@ class Session:
         """What the state of a segment is stored under."""
         return self._namespace(salt).key("segment", token_ids)
 
+    def stored(self, token_ids: torch.Tensor, salt: str | None = None) -> SegmentState | None:
+        """The state of a segment, if the store has it whole."""
+        state = self.store.get(self.key(token_ids, salt))
+        return None if state is None or self._shape.refuses(state, token_ids) else state
+
+    def may_store(self, tokens: int) -> bool:
+        """Whether the store takes the state of so many tokens at all."""
+        return self._shape.num_bytes(tokens) <= self.store.usage().capacity_bytes
+
     def build(self, token_ids: torch.Tensor) -> SegmentState:
         """Canonical state of ``token_ids``, out of the store or built and stored now."""
         return drained(self.building(token_ids))
 
     def building(self, token_ids: torch.Tensor, salt: str | None = None) -> Turns[SegmentState]:
         """As `build`, in turns; findable once the last is done."""
-        key = self.key(token_ids, salt)
-        state = self.store.get(key)
-        if state is None or self._shape.refuses(state, token_ids):
+        key, state = self.key(token_ids, salt), self.stored(token_ids, salt)
+        if state is None:
             self.store.delete(key)
             state = yield from building(
                 self.model.adapter,

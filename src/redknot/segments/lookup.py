@@ -46,6 +46,10 @@ class StateShape:
     dim: int
     dtype: torch.dtype
 
+    def num_bytes(self, tokens: int) -> int:
+        """Size of the state of so many tokens."""
+        return 2 * self.layers * self.groups * self.dim * tokens * self.dtype.itemsize
+
     def refuses(self, state: SegmentState, token_ids: Int[Tensor, "token"]) -> str:
         """Why ``state`` is not the state of ``token_ids``; empty if it is."""
         if not torch.equal(state.token_ids, token_ids):

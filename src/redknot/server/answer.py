@@ -83,10 +83,10 @@ class Answer:
                 for update in _updates(event, choices):
                     self._queue.put_nowait((index, update))
                     watch.note(update)
-                if all(choice.done for choice in choices):
-                    break  # a request that is left is cancelled
                 if isinstance(event, Produced) and choices[event.choice].done:
-                    await service.client.cancel(request.request_id, event.choice)
+                    await service.client.stop(request.request_id, event.choice)
+                if all(choice.done for choice in choices):
+                    break
 
 
 def _updates(event: Event, choices: list[Choice]) -> list[Update]:
