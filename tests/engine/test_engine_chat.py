@@ -134,3 +134,39 @@ def test_a_chat_of_many_turns_computes_each_token_once() -> None:
         answer = got.ids()
         assert got.told.recomputed_tokens == len(prompt) - known
     world.assert_empty()
+
+
+def test_a_document_behind_the_question_of_a_turn_that_sees_by_windows() -> None:
+    """The probe's rows behind the prompt go again, although windows have given back others."""
+    hf = lively_hf()
+    world = World(hf=hf, policy="question_drop:windows=decode", head_map=all_local(hf, 500, 4))
+    world.build(A, B)
+    prompt = prompt_of(A)
+    second = next_turn(prompt, world.ask(prompt, max_tokens=20).ids())
+    start, ids = len(second), second.token_ids.tolist()
+    spans = [(span.start, span.stop) for span in second.spans] + [(start, start + len(B))]
+    later = Prompt.of_ids([*ids, *B.tolist(), 5, 6, 7], spans, second.probe)
+    answer = world.ask(later, max_tokens=4)
+    assert answer.reasons == ["length"]
+    assert [one.hit for one in answer.told.segments] == ["derived", "device"]
+
+
+def test_what_goes_on_from_an_approximation_is_no_exact_hit() -> None:
+    world, prompt, answer = first_turn("reuse")
+    before = world.count("prefix_hits"), world.count("prefix_queries")
+    second = next_turn(prompt, answer)
+    world.ask(second)
+    assert world.count("prefix_hits") == before[0]
+    assert world.count("prefix_queries") == before[1] + len(second)
+    world.ask(second, exact=True)
+    assert world.count("prefix_queries") == before[1] + len(second)
+
+
+def test_a_policy_that_takes_no_beginning_leaves_none_of_its_own() -> None:
+    hf = lively_hf()
+    world = World(hf=hf, policy="duo", head_map=all_local(hf, 8, 1))
+    prompt = prompt_of(A)
+    answer = world.ask(prompt, max_tokens=8)
+    world.ask(next_turn(prompt, answer.ids()))
+    scopes = {entry.scope for entry in world.session.beginnings._entries.values()}
+    assert {scope.chain for scope in scopes} <= {""}

@@ -1,11 +1,14 @@
 """An exact request is bit-equal to an engine without reuse, whatever else goes on."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tests.engine.world import Answer, World, prompt_of, segments
 from tests.execution.eager import lively_hf
 from tests.execution.test_masks import random_map
+
+from redknot.kernels.attend import DecodePlan
 
 A, B, C, D = segments(60, 40, 33, 100)
 PROMPT = prompt_of(A, B, lead=3)
@@ -72,3 +75,30 @@ def test_the_default_is_not_exact_where_something_is_reused() -> None:
     world.build(A, B)
     got = world.ask(PROMPT, **(EXACT | {"exact": False}))
     assert got.tokens != plain(**EXACT).tokens
+
+
+def test_a_preempted_request_decodes_by_the_plans_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How keys are split is chosen by length; another split rounds differently on a GPU."""
+    real = DecodePlan.of
+
+    def lengths_of(world: World, others: int) -> list[int]:
+        made = list[int]()
+
+        def watched(lengths: Sequence[int], *rest: Any) -> DecodePlan:
+            made.extend(lengths if len(lengths) == 1 else [])
+            return real(lengths, *rest)
+
+        for lead in (9, 50)[:others]:
+            world.submit(prompt_of(D, lead=lead), max_tokens=80, n=2)
+        name = world.submit(PROMPT, **EXACT)
+        with monkeypatch.context() as patched:
+            patched.setattr(DecodePlan, "of", watched)
+            world.run()
+        assert world.answers[name].reasons == ["length"]
+        return made
+
+    alone = lengths_of(World(), 0)
+    crowded = World(num_pages=1 + 8 * 30, step_ms=0.01)
+    pressed = lengths_of(crowded, 2)
+    assert crowded.count("preemptions") > 0
+    assert set(pressed) == set(alone)

@@ -5,10 +5,13 @@ import random
 import pytest
 from tests.engine.world import ROWS, World, assert_same, prompt_of, segments
 from tests.execution.eager import lively_hf
-from tests.execution.test_masks import random_map
+from tests.execution.test_masks import all_local, random_map
 
-from redknot.engine.messages import SegmentAdd
+from redknot.engine.messages import Refused, SegmentAdd, Segments
+from redknot.engine.request import Request
+from redknot.execution import PromptCache
 from redknot.segments import MemoryStore
+from redknot.segpaged import OutOfPages
 
 A, B, C, D = segments(60, 40, 33, 100)
 
@@ -135,3 +138,65 @@ def test_a_registered_segment_waits_for_room() -> None:
     assert world.answers[name].reasons == ["length"]
     assert world.count("builds") == 1
     world.assert_empty()
+
+
+def test_whoever_comes_back_gets_further() -> None:
+    """One that gave way returns once there is room for prompt and answer so far, not before."""
+    world, admitted = World(num_pages=pages(420)), list[str]()
+    begin = world.engine.opening.begin
+
+    def watched(request: Request, fallback: str) -> None:
+        admitted.append(request.request_id)
+        begin(request, fallback)
+
+    world.engine.opening.begin = watched  # type: ignore[method-assign]
+    names = [
+        world.submit(prompt_of(segments(150, seed=index)[0], lead=30 * index), max_tokens=120)
+        for index in range(3)
+    ]
+    world.run()
+    assert [world.answers[name].reasons for name in names] == [["length"]] * 3
+    assert world.count("preemptions") == len(admitted) - 3 > 0
+    assert len(admitted) <= 6
+
+
+@pytest.mark.parametrize("policy", ["question_drop:windows=decode", "dense"])
+def test_what_cannot_end_is_refused_whatever_may_run(policy: str) -> None:
+    """The planner may run dense, whose answers hold all they have seen."""
+    hf = lively_hf()
+    world = World(
+        hf=hf, policy=policy, head_map=all_local(hf, 16, 4), planned=True, num_pages=pages(400)
+    )
+    got = world.offer(prompt_of(), max_tokens=200, n=4)
+    assert isinstance(got, Refused)
+    assert (got.status, got.code) == (400, "too_large")
+
+
+def test_a_registered_segment_waits_for_pages() -> None:
+    world = World(num_pages=pages(420), step_ms=0.01)
+    world.submit(prompt_of(segments(100, seed=1)[0], lead=1), max_tokens=80)
+    world.turn()
+    asked = SegmentAdd(request_id="s", token_ids=segments(150, seed=3)[0].tolist())
+    world.engine.background.ask(asked)
+    world.turn()
+    other = world.submit(prompt_of(segments(200, seed=2)[0], lead=60), max_tokens=80)
+    world.run()
+    (told,) = world.engine.background.mail
+    assert isinstance(told, Segments), told
+    assert told.segments[0].state == "ready"
+    assert world.answers[other].reasons == ["length"]
+    world.assert_empty()
+
+
+def test_beginnings_stay_where_all_of_them_would_not_be_enough() -> None:
+    world = World(policy="prefix", num_pages=pages(600))
+    for lead in range(4):
+        world.ask(prompt_of(lead=40 * lead, question=40), max_tokens=2)
+    running = world.submit(prompt_of(lead=200, question=300), max_tokens=100)
+    world.turn()
+    before = world.session.beginnings.num_bytes
+    with pytest.raises(OutOfPages):
+        PromptCache.allocate(world.session.model.adapter, 600, world.session.executor.storage)
+    assert world.session.beginnings.num_bytes == before > 0
+    world.run()
+    assert world.answers[running].reasons == ["length"]

@@ -225,3 +225,42 @@ def test_what_is_half_built_is_not_found() -> None:
     world.turn()
     world.turn()
     assert hits(world, A, lead=3) == ["none"]
+
+
+def test_a_segment_that_is_stored_is_ready_whatever_waits() -> None:
+    world = World(max_waiting=1)
+    key = add(world, D).key
+    world.submit(prompt_of(lead=1))
+    for _ in range(2):
+        world.engine.background.ask(SegmentAdd(request_id="again", token_ids=D.tolist()))
+        (told,) = world.engine.background.mail
+        world.engine.background.mail.clear()
+        assert isinstance(told, Segments), told
+        assert [info.state for info in told.segments] == ["ready"]
+    world.run()
+    assert listed(world) == {key: "ready"}
+    assert isinstance(delete(world, key), Segments)
+    assert not world.session.store.has(bytes.fromhex(key))
+
+
+def test_what_can_never_be_stored_is_not_built() -> None:
+    world = World(policy="reuse", store=MemoryStore(1000), build_idle=True)
+    (told,) = mail(world, SegmentAdd(request_id="add", token_ids=A.tolist()))
+    assert isinstance(told, Refused)
+    assert (told.status, told.code) == (400, "too_large")
+    assert listed(world) == {}
+    assert hits(world, A) == ["none"]
+    world.settle()
+    assert world.count("builds") == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 100])
+def test_the_size_of_a_state_is_known_before_it_is_built(tokens: int) -> None:
+    world = World()
+    (ids,) = segments(tokens)
+    size = world.session.build(ids).num_bytes
+    for capacity, fits in ((size, True), (size - 1, False)):
+        other = World(store=MemoryStore(capacity))
+        assert other.session.may_store(tokens) == fits
+        other.session.build(ids)
+        assert (other.session.stored(ids) is not None) == fits

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from tests.engine.world import Answer, World, prompt_of, segments
+from tests.execution.eager import lively_hf
+from tests.execution.test_masks import all_local
 from tests.tiny import random_ids
 
 from redknot.engine.config import ShadowConfig
@@ -124,3 +126,32 @@ def test_every_shadow_ends_or_is_counted_as_dropped() -> None:
     world.run()
     assert world.count("shadow_runs") + world.count("shadow_dropped") == 3
     world.assert_empty()
+
+
+@pytest.mark.parametrize("policy", ["duo", "dense:windows=all", "reuse:windows=all"])
+def test_windows_are_watched_where_nothing_is_reused(policy: str) -> None:
+    hf = lively_hf()
+    config = ShadowConfig(share=1.0)
+    world = World(hf=hf, policy=policy, head_map=all_local(hf, 8, 1), shadow=config)
+    for lead in range(3):
+        world.ask(prompt_of(lead=20 * lead, question=40))
+    assert world.count("shadow_runs") == 3
+    world.ask(prompt_of(A), policy="reuse")  # nothing stored: what dense computes
+    world.ask(prompt_of(A), policy="prefix")
+    assert world.count("shadow_runs") == 3
+
+
+def test_both_sides_of_a_run_hold_what_was_counted_for_one() -> None:
+    config = ShadowConfig(share=1.0)
+    world = World(policy="reuse", shadow=config, step_ms=0.01)
+    world.build(D)
+    name, most, counted = world.submit(prompt_of(D), temperature=1.0, seed=1), 0, 0
+    while world.engine.scheduler.jobs:
+        world.turn()
+        world.session.beginnings.forget()
+        for job in world.engine.scheduler.jobs.values():
+            if job.is_task:
+                most, counted = max(most, world.pool.num_used - 1), job.pages
+    assert world.count("shadow_runs") == 1
+    assert 0 < most <= counted
+    assert world.answers[name].reasons == ["length"]

@@ -1,6 +1,10 @@
 """Whole characters and stop strings out of tokens."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from redknot.models.byte_tokenizer import byte_tokenizer
 from redknot.models.text import TextWriter
@@ -74,3 +78,35 @@ def test_an_end_token_ends_the_answer_without_text() -> None:
     assert "".join([*pieces, *writer.flush()]) == "ab"
     assert writer.stopped
     assert writer.token_ids == [*ids, end]
+
+
+def fallback(*words: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of ``words`` and bytes, which own the blank before them as SentencePiece's do."""
+    vocabulary = [*(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    backend = Tokenizer(models.BPE({word: at for at, word in enumerate(vocabulary)}, []))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@given(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([256, 257, *"é🙂".encode()]))))
+def test_no_sequence_of_bytes_breaks_a_text(tokens: list[int]) -> None:
+    """What is no character may be left out; what stands far from it is there."""
+    tokenizer = fallback("a", "b")
+    writer = TextWriter(tokenizer)
+    for token in [*tokens, *[257] * 5]:
+        list(writer.add(token))
+    assert "".join([writer.text, *writer.flush()]).endswith("bbbb")
+
+
+def test_a_text_goes_on_from_what_precedes_it() -> None:
+    tokenizer = fallback("\u2581the", "\u2581bridge", "\u2581was")
+    for behind, text in (((), "bridge was"), ((256,), " bridge was")):
+        writer = TextWriter(tokenizer, behind=behind)
+        assert "".join(piece for token in (257, 258) for piece in writer.add(token)) == text

@@ -117,7 +117,7 @@ class ScriptedEngine:
                 await asyncio.sleep(0)  # the true one awaits its socket
                 self.cancelled.append((request.request_id, None))
 
-    async def cancel(self, request_id: str, choice: int | None = None) -> None:
+    async def stop(self, request_id: str, choice: int) -> None:
         """Remember it."""
         self.cancelled.append((request_id, choice))
 

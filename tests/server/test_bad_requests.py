@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from tests.server.asked import CHAT, COMPLETIONS, ENDPOINTS, answer, body, error_of, text_of
 from tests.server.conftest import service_over
 from tests.server.scripted import ScriptedEngine
+from tests.server.templates import bytes_with
 
+from redknot.server import errors
 from redknot.server.app import build_app
+from redknot.server.schema.chat import ChatRequest
+from redknot.server.schema.common import MAX_ITEMS
+from redknot.server.schema.completion import CompletionRequest
+from redknot.server.schema.segments import SegmentRequest
 
 pytestmark = pytest.mark.anyio
 both = pytest.mark.parametrize("url", ENDPOINTS)
@@ -175,6 +181,121 @@ async def test_a_fault_is_named(
 ) -> None:
     error = error_of(await http.post(url, json=body(url) | fields), 400)
     assert error["param"] == param
+
+
+MANY = 20_000
+SAID = {"role": "user", "content": "a"}
+PART = {"type": "text", "text": "a"}
+KEYS = {f"k{index}": 1 for index in range(MANY)}
+NESTED = [["a"] * MANY] * 3
+HEAVY: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": [{}] * MANY}, "messages[0]"),
+    (CHAT, {"messages": [SAID, *[{"role": "elf"}] * MANY]}, "messages[1]"),
+    (CHAT, {"messages": [SAID] * MANY}, "messages"),
+    (CHAT, {"messages": [{**SAID, "content": [PART] * MANY}]}, "messages[0].content"),
+    (CHAT, {"messages": [{**SAID, "content": [PART, *[5] * MANY]}]}, "messages[0].content[1]"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}] * MANY}]},
+        "messages[0].tool_calls[0].function",
+    ),
+    (CHAT, {"messages": [{**SAID, **KEYS}]}, "messages[0].k0"),
+    (CHAT, {"tools": [{"type": "function"}] * MANY}, "tools[0].function"),
+    (CHAT, {"documents": [{"text": "a"}, *[{"text": 1}] * MANY]}, "documents[1].text"),
+    (CHAT, {"documents": [{"text": "a"}] * MANY}, "documents"),
+    (CHAT, {"metadata": KEYS}, "metadata"),
+    (CHAT, {"response_format": {"type": "text", **KEYS}}, "response_format.k0"),
+    (COMPLETIONS, {"prompt": ["a"] * MANY}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, *["a"] * MANY]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [-1] * MANY}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [{}] * MANY}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": NESTED}, "prompt[0][0]"),
+    (COMPLETIONS, KEYS, "k0"),
+    (COMPLETIONS, {"stop": [""] * MANY}, "stop[0]"),
+    (COMPLETIONS, {"stop_token_ids": [-1] * MANY}, "stop_token_ids[0]"),
+    ("/v1/segments", {"prompt": None, "documents": [{"text": ""}] * MANY}, "documents[0].text"),
+]
+
+
+@pytest.mark.parametrize(("url", "fields", "param"), HEAVY)
+async def test_many_faults_are_one(
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    fields: dict[str, Any],
+    param: str,
+) -> None:
+    """A complaint for each would take seconds, and hundreds of megabytes."""
+    counts: list[int] = []
+    original = errors._invalid
+
+    def counted(found: Any, sent: Any) -> errors.ApiError:
+        counts.append(len(found))
+        return original(found, sent)
+
+    monkeypatch.setattr(errors, "_invalid", counted)
+    sent = {key: value for key, value in (body(url) | fields).items() if value is not None}
+    assert error_of(await client.post(url, json=sent), 400)["param"] == param
+    assert counts[0] < 10
+
+
+@pytest.mark.parametrize("shape", [ChatRequest, CompletionRequest, SegmentRequest])
+def test_every_list_of_a_body_ends_at_its_first_fault(shape: Any) -> None:
+    found, left = [], [shape.__pydantic_core_schema__]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            found += [node] if node.get("type") == "list" else []
+            left += node.values()
+        elif isinstance(node, list | tuple):
+            left += node
+    assert found
+    assert all(node.get("fail_fast") for node in found)
+
+
+async def test_as_many_messages_as_are_allowed_are_read(client: httpx.AsyncClient) -> None:
+    error = error_of(await client.post(CHAT, json={"messages": [SAID] * MAX_ITEMS}), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+RAISES = {
+    "ZeroDivisionError": "{{ 1 // 0 }}",
+    "IndexError": "{{ '{}'.format() }}",
+    "AttributeError": "{{ 5 | dictsort }}",
+    "OverflowError": "{{ 2.0 ** 99999 }}",
+    "LookupError": "{{ 'a'.encode('nothing') }}",
+    "RecursionError": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "TypeError": "{{ 1 + 'a' }}",
+    "KeyError": "{{ '{a}'.format() }}",
+    "TemplateError": "{{ raise_exception('no') }}",
+}
+
+
+def failing(fault: str) -> Any:
+    """A tokenizer whose template fails where a text says so."""
+    condition = "{% if 'boom' in messages[-1].content %}" + fault + "{% endif %}"
+    return bytes_with(condition + "{% for one in messages %}{{ one.content }}{% endfor %}")
+
+
+@pytest.mark.parametrize("kind", RAISES)
+async def test_whatever_a_template_raises_is_the_requests_fault(opened: Any, kind: str) -> None:
+    client = opened(tokenizer=failing(RAISES[kind]))
+    error = error_of(await client.post(CHAT, json=body(CHAT, text="boom")), 400)
+    assert "template" in error["message"]
+    assert (await client.post(CHAT, json=body(CHAT, text="quiet"))).status_code == 200
+
+
+async def test_too_little_memory_is_not_the_requests_fault(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = failing("")
+    client = opened(tokenizer=tokenizer)
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", fail)
+    error_of(await client.post(CHAT, json=body(CHAT)), 500)
 
 
 NEUTRAL = {

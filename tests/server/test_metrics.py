@@ -3,11 +3,14 @@
 import json
 import logging
 import re
+import shlex
+import sys
+from urllib.parse import quote
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.server.asked import CHAT, COMPLETIONS, answer, body, chunks
+from tests.server.asked import CHAT, COMPLETIONS, ENDPOINTS, answer, body, chunks, error_of
 from tests.server.conftest import Opened
 from tests.server.scripted import COUNTERS, ScriptedEngine
 
@@ -137,18 +140,68 @@ async def test_log_lines_tell_figures_and_no_words(
     assert "policy=epic" in texts[0]
 
 
-async def test_a_failure_of_ours_is_logged_and_told_as_500(
-    opened: Opened, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+FAULTS = [RuntimeError, KeyError, ValueError, TypeError, RecursionError, MemoryError, OSError]
+
+
+@pytest.mark.parametrize("url", ENDPOINTS)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_failure_of_ours_is_told_as_500_and_logged_by_its_place(
+    opened: Opened,
+    engine: ScriptedEngine,
+    caplog: pytest.LogCaptureFixture,
+    url: str,
+    stream: bool,
+    fault: type[Exception],
 ) -> None:
+    """Its message is nobody's business: it may hold what a client said."""
+
     def fail(request: object) -> None:
-        raise RuntimeError("a bug")
+        raise fault(SECRET)
 
     engine.submit = fail
-    response = await opened().post(CHAT, json=body(CHAT, text=SECRET))
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "internal_error"
-    assert "a bug" not in response.text
-    told = [JsonFormatter().format(record) for record in caplog.records if record.exc_info]
-    assert len(told) == 1
-    assert "a bug" in told[0]
-    assert SECRET not in told[0]
+    with caplog.at_level(logging.INFO, "redknot.server"):
+        response = await opened().post(
+            url, json=body(url, stream=stream), headers={"X-Request-Id": "mine"}
+        )
+    assert error_of(response, 500)["code"] == "internal_error"
+    assert response.headers.get_list("x-request-id") == ["mine"]
+    told, request = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    assert (told["message"], told["path"]) == ("internal error", url)
+    assert told["error"][0] == fault.__name__
+    assert re.search(r"test_metrics\.py:\d+ .*fail$", told["error"][-1])
+    assert (request["message"], request["status"]) == ("request", 500)
+    assert request["request_id"] == told["request_id"]
+    lines = [TextFormatter().format(record) for record in caplog.records]
+    assert SECRET not in "".join([response.text, caplog.text, *lines])
+
+
+def test_no_logged_exception_tells_its_message() -> None:
+    """Whoever logs it: uvicorn does as well."""
+    try:
+        raise KeyError(SECRET)
+    except KeyError:
+        found = sys.exc_info()
+    for formatter in (JsonFormatter(), TextFormatter()):
+        record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "failed", (), found)
+        line = formatter.format(record)
+        assert "KeyError" in line
+        assert "test_metrics.py:" in line
+        assert SECRET not in line
+
+
+@pytest.mark.parametrize(
+    "char", ["\n", "\r", "\r\n", "\x1b[2J", "\u2028", "\x85", "\x00", '"', " "]
+)
+async def test_no_path_begins_a_line_or_a_field_of_its_own(
+    opened: Opened, caplog: pytest.LogCaptureFixture, char: str
+) -> None:
+    client = opened(api_key=("key-of-a-tenant",))
+    with caplog.at_level(logging.INFO, "redknot.server"):
+        await client.get("/" + quote(f"a{char}status=200"))
+    (record,) = caplog.records
+    line = TextFormatter().format(record)
+    assert line.isprintable()
+    assert len(line.splitlines()) == 1
+    assert [word[:7] for word in shlex.split(line)].count("status=") == 1
+    assert json.loads(JsonFormatter().format(record))["path"] == f"/a{char}status=200"

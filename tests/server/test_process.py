@@ -117,6 +117,60 @@ def test_a_taken_port_is_one_line(model_folder: Any, capsys: pytest.CaptureFixtu
     assert line.startswith(f"redknot: cannot listen on 127.0.0.1:{port}")
 
 
+@pytest.mark.parametrize("host", ["a..b", ".a", "a" * 70, "no.such.host.invalid"])
+def test_a_host_that_is_none_is_one_line(
+    model_folder: Any, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    code = main(["serve", str(model_folder), "--load-format", "dummy", "--host", host])
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"redknot: cannot listen on {host}:8000: ")
+
+
+KEYS_OF = {
+    "one key of some words": ("one key of some words",),
+    "first-key-1,other-key-2": ("first-key-1", "other-key-2"),
+    " first key 1 ,\nother key 2\r\n": ("first key 1", "other key 2"),
+    "[not-a-list]": ("[not-a-list]",),
+}
+
+
+@pytest.fixture
+def keys(model_folder: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Starts a server with this variable and these options; the keys that it got, if it ran."""
+
+    def start(variable: str, *options: str) -> list[Any]:
+        found: list[Any] = []
+
+        async def run(config: Any, settings: Any, *_: Any) -> bool:
+            found.append(settings.api_key)
+            return True
+
+        monkeypatch.setattr("redknot.cli.serve.run", run)
+        monkeypatch.setattr("redknot.cli.serve.set_up", lambda _: None)
+        monkeypatch.setenv("REDKNOT_SERVE_API_KEY", variable)
+        main(["serve", str(model_folder), "--load-format", "dummy", *options])
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize("variable", KEYS_OF)
+def test_blanks_are_part_of_a_key(keys: Callable[..., list[Any]], variable: str) -> None:
+    """Of a phrase of several words no single word is a key."""
+    assert keys(variable) == [KEYS_OF[variable]]
+    assert keys("", "--api-key", "a key of the line") == [("a key of the line",)]
+
+
+@pytest.mark.parametrize("variable", ["", " ", "\n", ",", " , \n"])
+def test_a_blank_variable_does_not_open_the_server(
+    keys: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str], variable: str
+) -> None:
+    assert keys(variable) == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "redknot: --api-key (REDKNOT_SERVE_API_KEY) is set but holds no key"
+
+
 BAD: list[tuple[list[str], str]] = [
     (["--policy", "magic"], "unknown policy"),
     (["--head-map", "missing.json"], "missing.json"),

@@ -8,6 +8,8 @@ from tests.server.asked import error_of
 from tests.server.conftest import Opened
 from tests.server.scripted import ScriptedEngine
 
+from redknot.server.registry import ENTRY_BYTES, Registered, Registry
+
 pytestmark = pytest.mark.anyio
 PATH = "/v1/segments"
 TEXT = "The bridge was built in 1904. " * 5
@@ -91,10 +93,21 @@ async def test_bad_bodies(client: httpx.AsyncClient) -> None:
 
 
 async def test_the_oldest_give_way(opened: Opened) -> None:
-    client = opened(max_registered_bytes=4 * len(TEXT))
+    client = opened(max_registered_bytes=4 * (len(TEXT) + ENTRY_BYTES))
     ids = []
     for at in range(6):
         text = TEXT[:-1] + str(at)
         ids.append((await client.post(PATH, json={"text": text})).json()["id"])
     kept = [one["id"] for one in (await client.get(PATH)).json()["data"]]
     assert kept == ids[2:]
+
+
+def test_tiny_texts_are_bounded_too() -> None:
+    registry = Registry(20 * ENTRY_BYTES)
+    for at in range(1000):
+        registry.add("", Registered(id=str(at), text="a", title="", keys=(), num_tokens=1))
+    kept = registry.of_tenant("")
+    assert [entry.id for entry in kept] == [str(at) for at in range(981, 1000)]
+    for entry in kept:
+        registry.remove("", entry.id)
+    assert registry._size == 0

@@ -1,11 +1,29 @@
 """Streams: usage, stop strings, whole characters, errors in the middle."""
 
 import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import httpx
 import pytest
-from tests.server.asked import ENDPOINTS, answer, body, chunks, error_of, events, pieces, text_of
+from tests.server.asked import (
+    CHAT,
+    ENDPOINTS,
+    answer,
+    body,
+    chunks,
+    error_of,
+    events,
+    pieces,
+    text_of,
+)
 from tests.server.scripted import TOKENIZER, ScriptedEngine
+
+from redknot.engine.client import Event
+from redknot.engine.messages import Produced, Submit
+from redknot.server.auth import Keyring
+from redknot.server.guard import Guard
 
 pytestmark = pytest.mark.anyio
 TEXT = ScriptedEngine().text
@@ -152,6 +170,65 @@ async def test_an_engine_that_ends_in_the_middle_is_told(
     error_of(await plain, 503)
 
 
+FAULTS = [RuntimeError, KeyError, ValueError, TypeError, RecursionError, MemoryError, OSError]
+
+
+@both
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fault_in_the_middle_is_an_event_whatever_it_is(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    caplog: pytest.LogCaptureFixture,
+    url: str,
+    fault: type[Exception],
+) -> None:
+    """And its message, which may hold the answer, is told to nobody."""
+    engine.submit = failing(engine, fault("a secret"))
+    found = await chunks(client, url)
+    assert "".join(pieces(found[:-1])) == TEXT[:3]
+    assert found[-1]["error"]["code"] == "internal_error"
+    assert found[-1]["error"]["type"] == "server_error"
+    (told,) = [one for one in caplog.records if one.getMessage() == "internal error"]
+    assert told.fields["path"] == url
+    assert told.fields["error"][0] == fault.__name__
+    assert told.fields["error"][-1].endswith(" failing.<locals>.submit")
+    assert "a secret" not in str(found) + str(told.fields) + caplog.text
+
+
+async def test_a_client_is_sent_nothing_that_cannot_be_written(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the rendering of chunks, not of the engine."""
+    monkeypatch.setattr("redknot.server.completions.name", lambda *_: 1 / 0)
+    found = await chunks(client, ENDPOINTS[1], logprobs=1)
+    assert found[-1]["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_fault_outside_of_all_routes_is_answered_unless_something_was(
+    caplog: pytest.LogCaptureFixture, begun: bool
+) -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("a secret")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    with caplog.at_level(logging.INFO, "redknot.server"):
+        await Guard(app, keyring=Keyring(()), max_concurrent=1)(scope, None, send)
+    started = [message for message in sent if message["type"] == "http.response.start"]
+    assert [message["status"] for message in started] == [200 if begun else 500]
+    assert "x-request-id" in {key.decode() for key, _ in started[0]["headers"]}
+    assert len(sent) == (1 if begun else 2)
+    assert [one.getMessage() for one in caplog.records] == ["internal error", "request"]
+    assert "a secret" not in caplog.text + str(sent)
+
+
 @both
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_refusal_comes_before_the_stream(
@@ -172,6 +249,21 @@ async def test_the_report_comes_with_the_answer(client: httpx.AsyncClient, url: 
     assert [chunk for chunk in found if "redknot" in chunk] == found[-1:]
     assert "redknot" not in await answer(client, url)
     assert "redknot" not in await answer(client, url, redknot={"report": False})
+
+
+def failing(engine: ScriptedEngine, fault: Exception) -> Any:
+    """The engine's `submit`, which raises ``fault`` behind three tokens."""
+    original = engine.submit
+
+    async def submit(request: Submit) -> AsyncGenerator[Event, None]:
+        left = 3
+        async for event in original(request):
+            yield event
+            left -= isinstance(event, Produced)
+            if not left:
+                raise fault
+
+    return submit
 
 
 def engine_token(char: str) -> int:

@@ -56,6 +56,18 @@ async def test_without_a_key_there_is_nothing(opened: Opened, method: str, path:
     assert response.status_code != 401
 
 
+@pytest.mark.parametrize("path_of_host", ["/health", "/", "/health/", "//health"])
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+async def test_no_host_header_opens_a_route(
+    opened: Opened, method: str, path: str, path_of_host: str
+) -> None:
+    """A URL is built from it, with the path that it names."""
+    client = opened(api_key=KEYS)
+    for end in ("?", "#", ""):
+        headers = {"Host": f"x{path_of_host}{end}"}
+        error_of(await client.request(method, path, headers=headers), 401)
+
+
 async def test_health_and_the_page_need_no_key_and_tell_nothing(opened: Opened) -> None:
     client = opened(api_key=KEYS)
     assert (await client.get("/health")).json() == {"status": "ok"}

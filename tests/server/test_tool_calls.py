@@ -9,6 +9,7 @@ from tests.server.asked import CHAT, answer, body, chunks, error_of
 from tests.server.conftest import Opened
 from tests.server.scripted import ScriptedEngine
 from tests.server.templates import HERMES, TAGS, bytes_with
+from tests.server.templates import TOOLS as TOOL_TEMPLATES
 
 pytestmark = pytest.mark.anyio
 both = pytest.mark.parametrize("stream", [True, False])
@@ -20,6 +21,13 @@ TOOL = {
     },
 }
 NAMED = {"type": "function", "function": {"name": "look_up"}}
+WRITTEN = {
+    "hermes": "<tool_call>{named}</tool_call>",
+    "mistral": "[TOOL_CALLS][{named}]",
+    "llama": "{named}",
+    "tags": "<function=look_up><parameter=year>[{half}]</parameter></function>",
+}
+"A call in each format."
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"city": "Žatec"}}\n</tool_call>'
 
 
@@ -131,6 +139,58 @@ async def test_some_tool_is_called(
     engine.text = '{"name": "look_up", "arguments": {"a": 1}}'
     _, calls, _ = await called(caller, stream, tool_choice="required")
     assert [call["function"] for call in calls] == [{"name": "look_up", "arguments": '{"a": 1}'}]
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "required", NAMED])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+    ],
+)
+async def test_calls_and_a_format_of_the_answer_are_not_to_be_had_together(
+    caller: httpx.AsyncClient, choice: Any, wanted: Any
+) -> None:
+    request = body(CHAT, tools=[TOOL], tool_choice=choice, response_format=wanted)
+    assert error_of(await caller.post(CHAT, json=request), 400)["param"] == "response_format"
+    await answer(caller, CHAT, tools=[TOOL], tool_choice="none", response_format=wanted)
+    await answer(caller, CHAT, tools=[], response_format=wanted)
+    await answer(caller, CHAT, tools=[TOOL], response_format={"type": "text"})
+
+
+@both
+@pytest.mark.parametrize("template", TOOL_TEMPLATES)
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+async def test_half_a_character_in_a_call_may_be_told_and_sent_back(
+    opened: Opened, engine: ScriptedEngine, stream: bool, template: str, choice: Any
+) -> None:
+    half = '{"city": "\\ud83d"}'
+    named = f'{{"name": "look_up", "arguments": {half}}}'
+    engine.text = half if choice == NAMED else named
+    if choice == "auto":
+        engine.text = WRITTEN[template].format(half=half, named=named)
+    client = opened(tokenizer=bytes_with(TOOL_TEMPLATES[template]))
+    _, calls, reason = await called(client, stream, tool_choice=choice)
+    assert (len(calls), reason) == (1, "tool_calls")
+    told = {"role": "assistant", "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "none"}
+    request = body(CHAT, tools=[TOOL])
+    request["messages"] += [told, result]
+    response = await client.post(CHAT, json=request)
+    assert response.status_code == 200, response.text
+
+
+@both
+@pytest.mark.parametrize("name", ["look up it", "\\ud83d"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_a_call_that_could_not_be_sent_back_is_content(
+    caller: httpx.AsyncClient, engine: ScriptedEngine, stream: bool, name: str, choice: str
+) -> None:
+    made = f'{{"name": "{name}", "arguments": {{}}}}'
+    engine.text = made if choice == "required" else f"<tool_call>{made}</tool_call>"
+    content, calls, reason = await called(caller, stream, tool_choice=choice)
+    assert (content, calls, reason) == (engine.text, [], "stop")
 
 
 async def test_an_unknown_tool_is_refused(caller: httpx.AsyncClient) -> None:

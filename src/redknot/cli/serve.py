@@ -119,8 +119,8 @@ def serve(
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/completions.
 
     Beside it: /v1/segments (build the state of documents ahead), /metrics, /health, /docs, and a
-    live page at /. Keys are better set as REDKNOT_SERVE_API_KEY than on the command line, which
-    other users of the machine can read.
+    live page at /. Keys are better set as REDKNOT_SERVE_API_KEY, with commas between them, than
+    on the command line, which other users of the machine can read.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """From tokens to text: whole characters, and nothing of a stop string."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
@@ -16,11 +16,17 @@ class TextWriter:
         *,
         end_token_ids: frozenset[int] = frozenset(),
         skip_special_tokens: bool = True,
+        behind: Sequence[int] = (),
     ) -> None:
-        """``end_token_ids`` end the text and are no part of it."""
+        """``end_token_ids`` end the text and are no part of it.
+
+        ``behind`` are the tokens that the text goes on from: some tokenizers write the blank in
+        front of a word only where something precedes it.
+        """
         self._tokenizer, self._ends = tokenizer, end_token_ids
+        self._skip_special_tokens = skip_special_tokens
         self._stop = tuple(part for part in stop if part)
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stream = DecodeStream(list(behind), skip_special_tokens)
         self._held = ""
         self.text = ""
         "What has been given out."
@@ -39,7 +45,7 @@ class TextWriter:
         if token in self._ends:
             self.stopped = True
             return
-        self._held += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._held += self._decoded(token)
         found = [at for part in self._stop if (at := self._held.find(part)) >= 0]
         if found:
             self._held = self._held[: min(found)]
@@ -51,6 +57,15 @@ class TextWriter:
     def flush(self) -> Iterator[str]:
         """What was held back and turned out to be no stop string."""
         yield from self._emit(len(self._held))
+
+    def _decoded(self, token: int) -> str:
+        """What became certain; bytes that make no character are left out."""
+        backend = self._tokenizer.backend_tokenizer
+        try:
+            return self._stream.step(backend, token) or ""
+        except Exception:  # noqa: BLE001 - the library raises nothing more precise for such bytes
+            self._stream = DecodeStream([], self._skip_special_tokens)
+            return self._stream.step(backend, token) or ""
 
     def _emit(self, count: int) -> Iterator[str]:
         piece, self._held = self._held[:count], self._held[count:]

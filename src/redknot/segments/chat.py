@@ -5,7 +5,6 @@ import os.path
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from redknot.errors import InputError
@@ -41,7 +40,7 @@ def render_chat(
     ``variables`` are what the template may use besides them (tools, documents, a client's own).
     BOS is in it iff the template writes it, so it is to be tokenised without adding any; a model
     without a template gets the BOS that its tokenizer adds. `InputError` where the template
-    refuses.
+    refuses or fails: what a template makes of a request is the request's fault.
     """
     settings: dict[str, Any] = {"add_generation_prompt": True, **variables}
     start = ""
@@ -50,7 +49,9 @@ def render_chat(
         start = str(tokenizer.bos_token) if adds_bos(tokenizer) else ""
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **settings)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
         raise InputError(f"the model's chat template refuses the request: {error}") from error
     return start + str(text)
 

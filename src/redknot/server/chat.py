@@ -77,6 +77,12 @@ def _check(body: ChatRequest) -> None:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if body.tool_choice not in (None, "none", "auto") and grammar_of(body) is not None:
         raise ApiError(400, "a call that is due has no response_format", param="response_format")
+    if body.offered and grammar_of(body) is not None:
+        message = (
+            "response_format lets no tool be called freely; say tool_choice none, "
+            "or required without response_format, or leave out tools or response_format"
+        )
+        raise ApiError(400, message, param="response_format")
 
 
 async def _job(service: Service, body: ChatRequest, request: Request) -> Job:

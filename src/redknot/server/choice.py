@@ -33,6 +33,8 @@ class Job:
     "Made for each choice; None where no tools are offered."
     hidden: frozenset[int] = frozenset()
     "Tokens that are no text where tools are offered: control tokens but for those of calls."
+    behind: tuple[int, ...] = ()
+    "Last tokens of a text that the answer goes on from; none where it is a text of its own."
     single_call: bool = False
     "End a choice with its first call of a tool."
 
@@ -79,7 +81,12 @@ class Choice:
     def __post_init__(self) -> None:
         self._parser = None if self.job.parser is None else self.job.parser()
         shown = self._parser is not None  # markers of calls may be special tokens
-        self._writer = TextWriter(self.tokenizer, self.job.stop, skip_special_tokens=not shown)
+        self._writer = TextWriter(
+            self.tokenizer,
+            self.job.stop,
+            skip_special_tokens=not shown,
+            behind=self.job.behind,
+        )
 
     def add(self, tokens: tuple[TokenInfo, ...]) -> Iterator[Piece | Finished]:
         """What new tokens give. The last is held back while it may be an end token."""
@@ -108,7 +115,7 @@ class Choice:
         self._untold.append((self._writer.length, token))
         hidden = token.token_id in self.job.hidden
         yield from self._tell("" if hidden else "".join(self._writer.add(token.token_id)))
-        if self._writer.stopped or (self._num_calls and self.job.single_call):
+        if self._writer.stopped or self._called:
             yield from self._finish("stop")
 
     def _finish(self, reason: Reason) -> Iterator[Piece | Finished]:
@@ -120,10 +127,7 @@ class Choice:
 
     def _tell(self, text: str, *, last: bool = False) -> Iterator[Piece]:
         """``text`` as pieces, the first with the log-probabilities of what is told by now."""
-        parts: list[str | ToolCall] = [text] if text else []
-        if self._parser is not None:
-            parts = self._parser.feed(text) if text else []
-            parts += self._parser.finish() if last else []
+        parts = self._parts(text, last)
         told = self._told(last) if parts or last else ()
         if told and not parts and self.job.request.sampling.logprobs is not None:
             parts = [""]
@@ -131,8 +135,22 @@ class Choice:
             self._num_calls += isinstance(part, ToolCall)
             yield Piece(self.index, part, told, self.num_tokens)
             told = ()
-            if self._num_calls and self.job.single_call:
+            if self._called:
                 return
+
+    def _parts(self, text: str, last: bool) -> list[str | ToolCall]:
+        """Content and calls that ``text`` makes certain; none behind the only call."""
+        if self._called:
+            return []
+        if self._parser is None:
+            return [text] if text else []
+        parts = self._parser.feed(text) if text else []
+        return parts + self._parser.finish() if last else parts
+
+    @property
+    def _called(self) -> bool:
+        """Whether the only call has been made that is wanted."""
+        return self.job.single_call and self._num_calls > 0
 
     def _told(self, last: bool) -> tuple[tuple[int, TokenInfo], ...]:
         """Tokens that begin before the end of the text; all where no stop string cut it."""

@@ -20,6 +20,8 @@ from redknot.server.schema.completion import CompletionRequest
 from redknot.server.service import Service
 from redknot.server.strict import StrictRoute
 
+BEHIND = 8
+"Tokens of a prompt that decide how the text behind it is written."
 router = APIRouter(route_class=StrictRoute)
 
 
@@ -71,7 +73,7 @@ async def _job(
         max_tokens=service.room(prompt, body.max_tokens, "prompt"),
         logprobs=body.logprobs,
     )
-    return Job(request=submit, stop=body.stops)
+    return Job(request=submit, stop=body.stops, behind=tuple(submit.token_ids[-BEHIND:]))
 
 
 class _Reply:

@@ -1,6 +1,5 @@
 """Errors in the shape that OpenAI's clients read, whatever went wrong."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from starlette.exceptions import HTTPException
 
 from redknot.engine.client import EngineGone, RequestRefused
 from redknot.errors import InputError
+from redknot.server.logs import Trace, logger, stack_of
 
 RETRY_SECONDS = 1
 CODES = {
@@ -85,19 +85,23 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log says more")
 
 
+def owned(error: Exception, trace: Trace) -> ApiError:
+    """What a client is told about ``error``; one that is our own fault is logged, here alone."""
+    found = as_api_error(error)
+    if found.code == "internal_error":
+        fields = {"request_id": trace.request_id, "path": trace.path, "error": stack_of(error)}
+        logger.error("internal error", extra={"fields": fields})
+    return found
+
+
 def install(app: FastAPI) -> None:
-    """Let every error of ``app`` leave in this shape."""
+    """Let errors of ``app`` leave in this shape; those that nobody foresaw are the guard's."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        found = as_api_error(error)
-        if found.code == "internal_error":
-            logging.getLogger("redknot.server").error(
-                "internal error", exc_info=error, extra={"fields": {"path": request.url.path}}
-            )
-        return found.response()
+        return owned(error, request.state.trace).response()
 
     kinds = (HTTPException, RequestValidationError, RequestRefused, EngineGone, InputError)
-    for kind in (*kinds, Exception):
+    for kind in kinds:
         app.add_exception_handler(kind, answer)
 
 
@@ -105,7 +109,7 @@ def _invalid(errors: Sequence[Any], body: Any) -> ApiError:
     """The most precise complaint about a body, with the place in it."""
     if not isinstance(body, dict):
         return ApiError(400, "the body must be a JSON object", code="invalid_json")
-    first = max(errors, key=lambda error: len(error["loc"]))  # deepest in a union
+    first = max(errors, key=_precision)
     missing = first["type"] == "missing"
     param = _place(first["loc"], body, missing)
     context = first.get("ctx", {})
@@ -117,6 +121,11 @@ def _invalid(errors: Sequence[Any], body: Any) -> ApiError:
         message = first["msg"][:1].lower() + first["msg"][1:]
     code = "missing_required_parameter" if missing else "invalid_value"
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code=code)
+
+
+def _precision(error: Any) -> tuple[bool, int]:
+    """Of the alternatives of a union: who took the value's type, then who came furthest into it."""
+    return not error["type"].endswith("_type"), len(error["loc"])
 
 
 def _place(loc: tuple[str | int, ...], body: Any, missing: bool) -> str | None:

@@ -6,9 +6,13 @@ from typing import Any
 from redknot.engine.messages import Grammar
 from redknot.server.errors import ApiError
 from redknot.server.schema import chat as schema
-from redknot.server.tools import ToolCall
+from redknot.server.tools import ToolCall, object_of
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"Keywords under which schemas have names."
+PLAIN = ("const", "enum", "default", "examples")
+"Keywords under which there are no schemas."
 
 
 class ForcedCall:
@@ -24,15 +28,15 @@ class ForcedCall:
         return []
 
     def finish(self) -> list[str | ToolCall]:
-        """The call; the text itself where it was cut off."""
+        """The call; the text itself where it is none, as when it was cut off.
+
+        A named tool is called in any case: with arguments that were cut off, as OpenAI does it.
+        """
         if self._name is not None:
             return [ToolCall.new(self._name, self._text)]
-        try:
-            made = json.loads(self._text)
-            arguments = json.dumps(made["arguments"], ensure_ascii=False)
-            return [ToolCall.new(made["name"], arguments)]
-        except (ValueError, KeyError, TypeError):
-            return [self._text] if self._text else []
+        made = object_of(self._text) or {}
+        call = ToolCall.of(made.get("name"), made.get("arguments"))
+        return [call or self._text] if self._text else []
 
 
 def forced_tool(body: schema.ChatRequest) -> str | None:
@@ -53,10 +57,31 @@ def call_grammar(tools: list[schema.Tool], name: str | None) -> Grammar:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool}, "arguments": arguments},
+            "properties": {"name": {"const": tool}, "arguments": {"$ref": f"#/$defs/tool{number}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool, arguments in known.items()
+        for number, tool in enumerate(known)
     ]
-    return Grammar(kind="json_schema", schema=json.dumps({"anyOf": calls}))
+    places = {
+        f"tool{number}": _moved(arguments, f"#/$defs/tool{number}")
+        for number, arguments in enumerate(known.values())
+    }
+    return Grammar(kind="json_schema", schema=json.dumps({"$defs": places, "anyOf": calls}))
+
+
+def _moved(part: Any, place: str) -> Any:
+    """A schema, or a list of such, whose references still hold when its root is at ``place``."""
+    if isinstance(part, list):
+        return [_moved(one, place) for one in part]
+    if not isinstance(part, dict) or isinstance(part.get("$id"), str):
+        return part
+    made: dict[str, Any] = {}
+    for key, value in part.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            made[key] = place + value[1:]
+        elif key in BY_NAME and isinstance(value, dict):
+            made[key] = {name: _moved(one, place) for name, one in value.items()}
+        else:
+            made[key] = value if key in PLAIN else _moved(value, place)
+    return made

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redknot.engine.client import new_request_id
 from redknot.server.auth import Keyring, Tenant
-from redknot.server.errors import ApiError
+from redknot.server.errors import ApiError, owned
 from redknot.server.logs import Trace
 
 OPEN_PATHS = ("/", "/health")
@@ -34,18 +34,27 @@ class Guard:
         scope["state"].update(trace=trace, tenant=tenant)
         trace.tenant = "-" if tenant is None else tenant.digest
         try:
-            if tenant is None:
-                await self._refuse(ApiError(401, "no valid API key given"), scope, receive, send)
-            elif not _is_work(scope):
-                await self._app(scope, receive, send)
-            elif self._in_work >= self._most:
-                full = ApiError(429, f"{self._most} requests are in work; try again later")
-                await self._refuse(full, scope, receive, send)
-            else:
-                await self._work(scope, receive, send)
+            await self._answer(tenant, scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - beyond here nobody names the request
+            found = owned(error, trace)
+            if not trace.status:  # else the answer is cut off: uvicorn closes its connection
+                await found.response()(scope, receive, send)
         finally:
             if scope["path"] not in ("/live", "/health", "/metrics"):  # polled
                 trace.write()
+
+    async def _answer(
+        self, tenant: Tenant | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if tenant is None:
+            await self._refuse(ApiError(401, "no valid API key given"), scope, receive, send)
+        elif not _is_work(scope):
+            await self._app(scope, receive, send)
+        elif self._in_work >= self._most:
+            full = ApiError(429, f"{self._most} requests are in work; try again later")
+            await self._refuse(full, scope, receive, send)
+        else:
+            await self._work(scope, receive, send)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._in_work += 1
@@ -59,7 +68,7 @@ class Guard:
 
     def _tenant(self, request: Request) -> Tenant | None:
         tenant = self._keyring.tenant(request.headers.get("authorization", ""))
-        if tenant is None and request.url.path in OPEN_PATHS:
+        if tenant is None and request.scope["path"] in OPEN_PATHS:  # the URL is the client's word
             return Tenant()
         return tenant
 

@@ -2,12 +2,17 @@
 
 import json
 import logging
+import re
 import time
+import traceback
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LogFormat = Literal["json", "text"]
 logger = logging.getLogger("redknot.server")
+MAX_FRAMES = 40
+PLAIN = re.compile(r"[A-Za-z0-9_.,:=/+-]+")
+"What needs no quotes in a line for people."
 
 
 @dataclass(slots=True)
@@ -48,7 +53,24 @@ class Trace:
         logger.info("request", extra={"fields": fields})
 
 
-class JsonFormatter(logging.Formatter):
+def stack_of(error: BaseException) -> list[str]:
+    """The type of ``error`` and where it was raised. Its message may hold a client's words."""
+    frames = list(traceback.walk_tb(error.__traceback__))[-MAX_FRAMES:]
+    places = [
+        f"{frame.f_code.co_filename}:{line} {frame.f_code.co_qualname}" for frame, line in frames
+    ]
+    return [type(error).__qualname__, *places]
+
+
+class _Formatter(logging.Formatter):
+    """Tells no exception's message, whoever logs it."""
+
+    def formatException(self, ei: Any) -> str:
+        """Type and places alone."""
+        return "\n  ".join(stack_of(ei[1]))
+
+
+class JsonFormatter(_Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -65,17 +87,22 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(_Formatter):
     """The same for people."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The message, then the fields."""
+        """The message, then the fields; no text among them can begin a line of its own."""
         fields = getattr(record, "fields", {})
-        told = "".join(f" {name}={value}" for name, value in fields.items())
+        told = "".join(f" {name}={_escaped(value)}" for name, value in fields.items())
         return super().formatMessage(record) + told
+
+
+def _escaped(value: Any) -> str:
+    is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
+    return str(value) if is_plain else json.dumps(value, default=str)
 
 
 def set_up(kind: LogFormat) -> None:

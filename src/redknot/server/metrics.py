@@ -36,11 +36,13 @@ class ServerMetrics:
         self._model = model
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
         self._gap = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens.")
-        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to the end.")
+        self._whole = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to the end, of each choice."
+        )
         self._queue = self._histogram("vllm:request_queue_time_seconds", "Arrival to first work.")
         self._success = Counter(
             "vllm:request_success",
-            "Choices that came to their end.",
+            "Choices that came to their end; a request with n has as many.",
             ("model_name", "finished_reason"),
             registry=self.registry,
         )

@@ -128,8 +128,9 @@ def _bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        raise InputError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # a name that is no host name is the latter
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot listen on {host}:{port}: {why}") from error
     return listener
 
 

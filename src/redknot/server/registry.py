@@ -5,6 +5,9 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+ENTRY_BYTES = 1024
+"What an entry takes besides its text."
+
 
 @dataclass(frozen=True, slots=True)
 class Registered:
@@ -20,7 +23,7 @@ class Registered:
 
 
 class Registry:
-    """Bounded by the size of all texts; those that were used least recently give way."""
+    """Bounded by the size of all entries; those that were used least recently give way."""
 
     def __init__(self, max_bytes: int) -> None:
         self._most, self._size = max_bytes, 0
@@ -63,4 +66,4 @@ def segment_id(salt: str, text: str, title: str) -> str:
 
 
 def _size(entry: Registered) -> int:
-    return len(entry.text.encode()) + len(entry.title.encode())
+    return ENTRY_BYTES + len(entry.text.encode()) + len(entry.title.encode())

@@ -38,7 +38,7 @@ class ChatMessage:
     parts: tuple[TextPart | Document, ...] = ()
     "A document has the ids here that it has in every other place."
     extra: Mapping[str, Any] = field(default_factory=dict)
-    "Further fields as OpenAI names them: name, tool_calls, tool_call_id, reasoning_content."
+    "Further fields as OpenAI names them: name, tool_calls, tool_call_id."
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from redknot.models.text import overlap
 from redknot.server import tagged
+from redknot.server.schema.chat import Name
 
+_CALL_NAME = TypeAdapter[str](Name)
+"As requests want names of earlier calls."
 _NAME = re.compile(
     r"\s{0,8}([\w.:-]{1,128})\s{0,8}(?:\[CALL_ID\]\s{0,8}\w{1,64}\s{0,8})?\[ARGS\]\s{0,8}(?=\{)"
 )
 _NAME_SO_FAR = re.compile(r"\s{0,8}[\w.:-]{0,128}[\s\w\[\]]{0,128}")
 "Every beginning of a name, and more."
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
-
+MAX_TRIES = 8
+"Calls that are looked for in one stretch of text that turned out to hold none."
 
 WORDS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
+    "hermes": (tagged.OPENS, tagged.CLOSES),
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "llama": ("<|python_tag|>",),
-    "tags": ("<tool_call>", "</tool_call>"),
+    "tags": (tagged.OPENS, tagged.CLOSES),
 }
 
 
@@ -34,12 +40,22 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    "JSON text of an object."
+    "JSON text of an object; of a tool that had to be called, it may be cut off."
 
     @classmethod
     def new(cls, name: str, arguments: str) -> "ToolCall":
         """A call under an id that no other has."""
         return cls(f"call_{uuid.uuid4().hex[:24]}", name, arguments)
+
+    @classmethod
+    def of(cls, name: Any, arguments: Any) -> "ToolCall | None":
+        """The call, if a later request may tell of it and its arguments are an object."""
+        if not isinstance(arguments, dict):
+            return None
+        try:
+            return cls.new(_CALL_NAME.validate_python(name), json.dumps(arguments))
+        except (ValueError, RecursionError):
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +71,9 @@ class ToolFormat:
             return None
         if "[TOOL_CALLS]" in chat_template:
             return cls("mistral")
-        if "<tool_call>" in chat_template and tagged.BEGIN not in chat_template:
+        if tagged.OPENS in chat_template and tagged.BEGIN not in chat_template:
             return cls("hermes")
-        if "<tool_call>" in chat_template:
+        if tagged.OPENS in chat_template:
             return cls("tags") if "<parameter=" in chat_template else None
         llama = '"name"' in chat_template and '"parameters"' in chat_template
         return cls("llama") if llama else None
@@ -85,8 +101,8 @@ class ToolFormat:
         function = dict(call.get("function") or {})
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            value = _object(arguments)
-            function["arguments"] = arguments if value is None else value
+            value = object_of(arguments)
+            function["arguments"] = arguments if value is None else _writable(value)
         made = {**call, "function": function}
         return {**made, "id": self._id(call["id"])} if isinstance(call.get("id"), str) else made
 
@@ -106,14 +122,18 @@ class ToolParser:
     def __init__(self, tools: ToolFormat, schemas: tagged.Schemas) -> None:
         """``schemas`` are those of the tools that are offered."""
         self._kind, self._marker, self._schemas = tools.kind, tools.marker, schemas
+        self._openings = (self._marker, *([tagged.BEGIN] if self._kind == "tags" else []))
+        self._opening = re.compile("|".join(map(re.escape, self._openings)))
         self._text = ""
         "Not yet told; in a call from its marker on, should it have to be told as content."
         self._step = self._start if self._kind == "llama" else self._content
         "What to do next; says whether there may be more to do without more text."
         self._at = 0
         self._name = ""
-        self._listed = self._behind_call = False
-        self._object: _Object | tagged.Tags = _Object(0)
+        self._whole = self._listed = self._behind_call = False
+        self._reader: _Object | tagged.Tags = _Object(0)
+        self._read = self._tries = 0
+        "Up to where the text was read for calls that were none, and how many."
         self._out: list[str | ToolCall] = []
 
     def feed(self, text: str) -> list[str | ToolCall]:
@@ -126,6 +146,7 @@ class ToolParser:
 
     def finish(self) -> list[str | ToolCall]:
         """The rest, when no more text comes."""
+        self._whole = True
         out = self.feed("")
         while self._text:
             if self._step == self._tail:
@@ -133,7 +154,7 @@ class ToolParser:
             elif self._step in (self._start, self._content):
                 self._tell(len(self._text))
             else:
-                self._refuse()
+                self._refuse(len(self._text))
             out += self.feed("")
         return out
 
@@ -150,16 +171,18 @@ class ToolParser:
 
     def _content(self) -> bool:
         if self._behind_call:
-            self._text = self._text.lstrip()
+            self._drop_space()
             self._behind_call = not self._text
-        at = self._text.find(self._marker)
-        if at >= 0:
-            self._tell(at)
-            self._at, self._listed, self._name = len(self._marker), False, ""
-            self._step = self._head
-            return True
-        self._tell(len(self._text) - overlap(self._text, self._marker))
-        return False
+        found = self._opening.search(self._text)
+        if found is None:
+            held = max(overlap(self._text, word) for word in self._openings)
+            self._tell(len(self._text) - held)
+            return False
+        self._tell(found.start())
+        marked = found[0] == self._marker
+        self._at, self._name, self._step = len(found[0]) if marked else 0, "", self._head
+        self._listed = marked and self._kind == "tags"
+        return True
 
     def _head(self) -> bool:
         """Between the marker, or a separator, and the object."""
@@ -169,7 +192,7 @@ class ToolParser:
         if self._kind == "tags":
             return self._begins_tagged()
         if begins == "{":
-            self._object, self._step = _Object(self._at), self._arguments
+            self._reader, self._step = _Object(self._at), self._arguments
             return True
         if not begins:
             return False
@@ -186,67 +209,87 @@ class ToolParser:
     def _begins_tagged(self) -> bool:
         begins = self._text[self._at : self._at + len(tagged.BEGIN)]
         if begins == tagged.BEGIN:
-            self._object, self._step = tagged.Tags(self._at), self._arguments
+            self._reader = tagged.Tags(self._at, self._schemas, bare=not self._listed)
+            self._step = self._arguments
             return True
         return False if tagged.BEGIN.startswith(begins) else self._refuse()
 
     def _arguments(self) -> bool:
         """In the object, which holds the arguments and most often the name."""
-        end = self._object.end(self._text)
+        end = self._reader.end(self._text, whole=self._whole)
         if end is None:
             return False
-        call = self._call(self._text[self._at : end])
+        call = self._call(end)
         if call is None:
-            return self._refuse()
+            return self._refuse(end)
         self._out.append(call)
-        self._text, self._step = self._text[end:], self._tail
+        self._drop(end)
+        self._step = self._tail
         return True
 
     def _tail(self) -> bool:
         """Behind a complete call."""
-        self._text = self._text.lstrip()
+        self._drop_space()
         if not self._text:
             return False
-        first = self._text[0]
-        if (self._listed and first == ",") or (self._kind == "llama" and first in ";{"):
-            self._at, self._step = int(first != "{"), self._head
-            return True
-        end = "</tool_call>" if self._marker == "<tool_call>" else "]" * self._listed
-        if len(self._text) < len(end) and end.startswith(self._text):
+        end = tagged.CLOSES if self._marker == tagged.OPENS else "]" * self._listed
+        another = self._another()
+        if any(word != self._text and word.startswith(self._text) for word in (end, *another)):
             return False
-        self._text = self._text.removeprefix(end)
+        if word := next((word for word in another if self._text.startswith(word)), None):
+            self._at = len(word) if word in ",;" else 0
+            self._step = self._head
+            return True
+        self._drop(len(end) if self._text.startswith(end) else 0)
         return self._go_on()
+
+    def _another(self) -> tuple[str, ...]:
+        """What leads from a call to another that has no marker of its own."""
+        if self._kind == "llama":
+            return (";", "{")
+        listed = {"mistral": (",",), "tags": (tagged.BEGIN,)}
+        return listed.get(self._kind, ()) if self._listed else ()
 
     def _go_on(self) -> bool:
         self._behind_call, self._step = True, self._content
         return True
 
-    def _refuse(self) -> bool:
-        """It is no call: its beginning is content, and what follows may be anything."""
-        marked = self._text.startswith(self._marker)
-        self._tell(len(self._marker) if marked else 1)
+    def _refuse(self, read: int = 0) -> bool:
+        """It is no call: its beginning is content, and what follows may be anything.
+
+        Up to ``read`` the text was read for it. What was read `MAX_TRIES` times is content as a
+        whole: text that only begins calls would keep the server from all else.
+        """
+        if read:
+            self._tries = self._tries + 1 if self._read else 1
+            self._read = max(self._read, read)
+        begins = len(self._marker) if self._text.startswith(self._marker) else 1
+        self._tell(max(begins, self._read) if read and self._tries >= MAX_TRIES else begins)
         self._step = self._content
         return True
 
     def _tell(self, size: int) -> None:
         if size:
             self._out.append(self._text[:size])
-            self._text = self._text[size:]
+            self._drop(size)
 
-    def _call(self, text: str) -> ToolCall | None:
-        if self._kind == "tags":
-            read = tagged.read(text, self._schemas)
-            return None if read is None else ToolCall.new(read[0], json.dumps(read[1]))
-        value = _object(text)
-        name: Any = self._name
-        if value is not None and not name:
-            name = value.get("name")
-            said = [value[key] for key in ("arguments", "parameters") if key in value]
-            given: Any = said[0] if said else None if self._kind == "llama" else {}
-            value = _object(given) if isinstance(given, str) else given
-        if not isinstance(value, dict) or not isinstance(name, str) or not name:
-            return None
-        return ToolCall.new(name, json.dumps(value))
+    def _drop(self, size: int) -> None:
+        self._text = self._text[size:]
+        self._read = max(0, self._read - size)
+
+    def _drop_space(self) -> None:
+        self._drop(len(self._text) - len(self._text.lstrip()))
+
+    def _call(self, end: int) -> ToolCall | None:
+        """The call that the reader has read."""
+        if isinstance(self._reader, tagged.Tags):
+            return None if self._reader.call is None else ToolCall.of(*self._reader.call)
+        value = object_of(self._text[self._at : end])
+        if value is None or self._name:
+            return ToolCall.of(self._name, value)
+        said = [value[key] for key in ("arguments", "parameters") if key in value]
+        given: Any = said[0] if said else None if self._kind == "llama" else {}
+        return ToolCall.of(value.get("name"), object_of(given) if isinstance(given, str) else given)
 
 
 class _Object:
@@ -256,8 +299,8 @@ class _Object:
         self._at, self._depth = start, 0
         self._quoted = self._escaped = False
 
-    def end(self, text: str) -> int | None:
-        """The place behind the object; None while it goes on."""
+    def end(self, text: str, *, whole: bool) -> int | None:
+        """The place behind the object; None while it goes on, even in a ``whole`` text."""
         while self._at < len(text):
             char = text[self._at]
             self._at += 1
@@ -274,10 +317,15 @@ class _Object:
         return None
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def object_of(text: str) -> dict[str, Any] | None:
     """The JSON object that ``text`` is, if it is one."""
     try:
-        value = json.loads(text, parse_constant=tagged.no_number)
-    except (ValueError, RecursionError):
+        value = tagged.read_json(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _writable(value: dict[str, Any]) -> Any:
+    """``value`` with a question mark for each half of a character, which no text can hold."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

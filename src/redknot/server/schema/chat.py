@@ -2,12 +2,34 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from redknot.server.schema.common import MAX_TOP_LOGPROBS, Common, Count, Only, Strict, Text
+from redknot.server.schema.common import (
+    MAX_ITEMS,
+    MAX_TOP_LOGPROBS,
+    Common,
+    Count,
+    Only,
+    Strict,
+    Text,
+)
 
 MAX_TOOLS = 128
+MAX_METADATA = 16
+_Items = Field(max_length=MAX_ITEMS, fail_fast=True)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+def _few(value: Any) -> Any:
+    """Refuse a long mapping as a whole, before each of its values can be wrong."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        words = "a mapping has at most {most} entries here"
+        raise PydanticCustomError("too_long", words, {"most": MAX_METADATA})
+    return value
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(_few)]
 
 
 class CacheControl(Strict):
@@ -41,7 +63,7 @@ class DocumentContent(Strict):
 
 
 Part = Annotated[TextContent | SegmentContent | DocumentContent, Field(discriminator="type")]
-Content = str | list[Part]
+Content = str | Annotated[list[Part], _Items]
 
 
 class FunctionCall(Strict):
@@ -81,7 +103,7 @@ class AssistantMessage(Strict):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: Annotated[list[MadeCall], _Items] | None = None
     name: str | None = None
     refusal: Annotated[Any, Only()] = None
     annotations: Annotated[Any, Only([])] = None
@@ -175,20 +197,20 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 class ChatRequest(Common):
     """A conversation that wants an answer."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
-    documents: list[DocumentField] | None = None
+    documents: Annotated[list[DocumentField], _Items] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     "Variables for the model's chat template."
 
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -3,12 +3,14 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_ITEMS = 4096
+"Of lists that have no limit of their own."
 INT64 = 1 << 63
 
 Text = Annotated[str, Field(min_length=1)]
@@ -41,9 +43,24 @@ class Only:
 
 
 class Strict(BaseModel):
-    """No coercion, no unknown field."""
+    """No coercion, no unknown field.
+
+    A complaint costs far more than what it is about, and a client is told of one only: lists are
+    ``fail_fast``, mappings are short, and of unknown fields the first alone is looked at.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in value if name not in known]
+        if len(unknown) < 2:
+            return value
+        return {name: value[name] for name in value if name in known or name == unknown[0]}
 
 
 class StreamOptions(Strict):
@@ -77,11 +94,11 @@ class Common(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     redknot: RedknotOptions | None = None
 

@@ -7,18 +7,14 @@ from pydantic import Field
 from redknot.server.schema.common import Common, Only, TokenId
 
 MAX_PROMPTS = 32
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
 class CompletionRequest(Common):
     """Texts to be continued."""
 
-    prompt: (
-        str
-        | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: str | Ids | Annotated[list[str], _Several] | Annotated[list[Ids], _Several]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: int | None = None

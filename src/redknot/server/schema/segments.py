@@ -22,5 +22,6 @@ class SegmentRequest(Strict):
     text: Text | None = None
     title: str = ""
     documents: (
-        Annotated[list[SegmentText], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None
+        Annotated[list[SegmentText], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]
+        | None
     ) = None
