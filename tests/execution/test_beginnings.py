@@ -132,9 +132,9 @@ class Keeping(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 60))
     def reclaim(self, pages: int) -> None:
-        """Least recently used first, and no more than it takes."""
-        freed = 0
-        while self.kept and freed < pages:
+        """Least recently used first, no more than it takes, and none where all are too few."""
+        freed, enough = 0, sum(pages_of(ids) for _, ids in self.kept) >= pages
+        while enough and freed < pages:
             (_, token_ids), _ = self.kept.popitem(last=False)
             freed += pages_of(token_ids)
         assert self.storage.reclaim(pages) == freed
@@ -217,7 +217,9 @@ def test_pages_that_a_prompt_shares_are_not_freed_and_not_called_reclaimable() -
     prompt = found.cache.fork()
     prompt.truncate(PAGE)
     assert beginnings.reclaimable() == 2 * ROWS
-    assert beginnings.reclaim(3 * ROWS) == 2 * ROWS
+    assert beginnings.reclaim(3 * ROWS) == 0
+    assert beginnings.reclaimable() == 2 * ROWS
+    assert beginnings.reclaim(2 * ROWS) == 2 * ROWS
     assert storage.pool.num_used == ROWS
     assert prompt.first(PAGE)[0][0, 0, :, 0].tolist() == codes(token_ids[:PAGE])
     prompt.release()
@@ -314,3 +316,19 @@ def test_a_fixed_pool_that_is_full_of_beginnings_serves_new_prompts() -> None:
     session.beginnings.forget()
     pool.check([])
     assert pool.num_used == 0
+
+
+def test_pages_that_several_share_are_counted_once() -> None:
+    """Chats over one long system prompt keep their turns for as long as their own pages fit."""
+    storage = open_storage()
+    system = filled(storage, (1,) * (8 * PAGE))
+    beginnings = Beginnings(storage, (8 + 5) * ROWS * storage.page_bytes)
+    for chat in range(7):
+        cache = system.fork()
+        cache.reserve(9 * PAGE)
+        ids = torch.tensor((1,) * (8 * PAGE) + (chat,) * PAGE)
+        beginnings.put(ids, cache, Scope("tenant", f"chat {chat}"), least=9 * PAGE)
+    system.release()
+    assert len(beginnings._entries) == 5
+    assert beginnings.num_bytes == (8 + 5) * ROWS * storage.page_bytes
+    assert beginnings.reclaimable() == storage.pool.num_used == (8 + 5) * ROWS

@@ -113,6 +113,28 @@ def test_ids_are_those_of_the_chat_template_with_a_real_tokenizer(
     check(prompt, frozenset(embedded().all_special_ids))
 
 
+THINKS = PLAIN["chatml"].replace(
+    "message['content']",
+    "(message['content'].split('</think>') | last if message['role'] == 'assistant'"
+    " else message['content'])",
+)
+
+
+def test_texts_around_those_that_a_template_changes_are_found_where_they_stand() -> None:
+    """Models that think: what they thought in earlier turns is left out of the next prompt."""
+    renderer = Renderer(bytes_with(THINKS), SIZES)
+    messages = []
+    for turn in range(4):
+        messages.append(ChatMessage("user", (DOCUMENT, TextPart(f"Question {turn}?"))))
+        messages.append(message("assistant", f"<think>so {turn}</think>Answer {turn}"))
+    prompt = renderer.chat([*messages, message("user", "Last?")])
+    ids = renderer.segment(DOCUMENT.text, DOCUMENT.title).tolist()
+    assert len(prompt.spans) == 4
+    for span in prompt.spans:
+        assert prompt.token_ids[span.start : span.stop].tolist() == ids
+    assert asked(renderer._tokenizer, prompt) == "Last?"
+
+
 @pytest.mark.parametrize("name", ["chatml", "trims", "inst"])
 def test_parts_have_the_ids_of_one_string_over_three_turns(name: str) -> None:
     """SV-18."""

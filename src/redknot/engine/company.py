@@ -65,8 +65,9 @@ class Company:
         """Pages that nobody but ``choices`` holds."""
         places = [self._place(choice) for choice in choices]
         held = np.concatenate([batch.requests[number].cache.held for batch, number in places])
-        pages, times = np.unique(held, return_counts=True)
-        return int((self.executor.storage.pool.references(pages) == times).sum())
+        times = np.bincount(held)
+        pages = times.nonzero()[0]
+        return int((self.executor.storage.pool.references(pages) == times[pages]).sum())
 
     def prefilled(self) -> list[Prefilled]:
         """Prompts of all choices that decode."""

@@ -57,19 +57,20 @@ class Beginnings:
     def __init__(self, storage: PageStorage, capacity_bytes: int = 1 << 30) -> None:
         self._capacity = capacity_bytes
         self._entries: OrderedDict[tuple[Scope, bytes], _Entry] = OrderedDict()
-        self._bytes = 0
+        self._times = np.zeros(0, dtype=np.int64)
+        "How many entries hold each page."
         myself = weakref.ref(self)  # the storage must not keep what is in its own pages
 
         def reclaim(num_pages: int) -> int:
             beginnings = myself()
             return 0 if beginnings is None else beginnings.reclaim(num_pages)
 
-        self._pool, storage.reclaim = storage.pool, reclaim
+        self._pool, self._page_bytes, storage.reclaim = storage.pool, storage.page_bytes, reclaim
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages that entries hold; those of several are counted for each."""
-        return self._bytes
+        """Bytes of the pages that entries hold."""
+        return self._page_bytes * int(np.count_nonzero(self._times))
 
     def put(
         self, token_ids: Int[Tensor, "token"], cache: PromptCache, scope: Scope = Scope(),
@@ -80,8 +81,7 @@ class Beginnings:
         A beginning that an entry of its scope already covers is not kept; one that it covers goes.
         """
         ids = token_ids.cpu().numpy().astype(np.int64)
-        size = cache.num_bytes
-        if not len(ids) or size > self._capacity:
+        if not len(ids) or cache.num_bytes > self._capacity:
             return
         for key, entry in list(self._entries.items()):
             if entry.scope != scope or least > 1:
@@ -96,8 +96,8 @@ class Beginnings:
         if key in self._entries:
             self._drop(key)
         self._entries[key] = _Entry(scope, ids, cache, least)
-        self._bytes += size
-        while self._bytes > self._capacity or len(self._entries) > MOST:
+        self._count(cache, 1)
+        while self.num_bytes > self._capacity or len(self._entries) > MOST:
             self._drop(next(iter(self._entries)))
 
     def find(
@@ -119,11 +119,8 @@ class Beginnings:
 
     def reclaimable(self) -> int:
         """Pages that nobody but entries holds."""
-        if not self._entries:
-            return 0
-        held = np.concatenate([entry.cache.held for entry in self._entries.values()])
-        pages, times = np.unique(held, return_counts=True)
-        return int((self._pool.references(pages) == times).sum())
+        pages = self._times.nonzero()[0]
+        return int((self._pool.references(pages) == self._times[pages]).sum())
 
     def reclaim(self, num_pages: int) -> int:
         """Let go of entries until so many more pages are free; of none where all are too few."""
@@ -144,8 +141,15 @@ class Beginnings:
     def _drop(self, key: tuple[Scope, bytes]) -> None:
         """A prompt that still reads these pages has references of its own."""
         entry = self._entries.pop(key)
-        self._bytes -= entry.cache.num_bytes
+        self._count(entry.cache, -1)
         entry.cache.release()
+
+    def _count(self, cache: PromptCache, times: int) -> None:
+        """One more entry holds the pages of ``cache``, or one less."""
+        more = self._pool.num_pages - len(self._times)
+        if more > 0:
+            self._times = np.pad(self._times, (0, more))
+        self._times[cache.held] += times
 
 
 def _shared(known: np.ndarray, ids: np.ndarray) -> int:

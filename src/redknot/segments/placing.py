@@ -89,21 +89,33 @@ def place(texts: Sequence[str], render: Callable[[Sequence[str]], str]) -> Place
 def _follow(
     text: str, texts: Sequence[str], between: list[str], order: list[int]
 ) -> dict[int, Kept]:
-    """Go through ``text`` from one text to the next; nothing is known unless all of it fits."""
-    kept: dict[int, Kept] = {}
+    """Go through ``text`` from one text to the next; nothing is known unless all of it fits.
+
+    A text that was changed ends where what follows it comes next.
+    """
+    found: dict[int, Kept] = {}
     place = len(between[0])
     if not text.startswith(between[0]):
         return {}
     for index, follows in zip(order, between[1:], strict=True):
-        for trim in _TRIMS:
-            start, stop = trim(texts[index])
-            if text.startswith(texts[index][start:stop] + follows, place):
-                kept[index] = Kept(place, start, stop)
-                place += stop - start + len(follows)
-                break
+        kept = _kept(text, texts[index], follows, place)
+        if kept is not None:
+            found[index] = kept
+            place += kept.stop - kept.start + len(follows)
+        elif follows and (at := text.find(follows, place)) >= 0:
+            place = at + len(follows)
         else:
             return {}
-    return kept if place == len(text) else {}
+    return found if place == len(text) else {}
+
+
+def _kept(text: str, one: str, follows: str, place: int) -> Kept | None:
+    """What of ``one`` stands at ``place`` with ``follows`` behind it."""
+    for trim in _TRIMS:
+        start, stop = trim(one)
+        if text.startswith(one[start:stop] + follows, place):
+            return Kept(place, start, stop)
+    return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
