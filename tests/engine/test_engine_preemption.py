@@ -1,6 +1,7 @@
 """A pool that is too small for everybody: some give way, all finish, with the same tokens."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 from tests.engine.world import ROWS, World, assert_same, prompt_of, segments
@@ -8,8 +9,8 @@ from tests.execution.eager import lively_hf
 from tests.execution.test_masks import all_local, random_map
 
 from redknot.engine.messages import Refused, SegmentAdd, Segments
-from redknot.engine.request import Request
-from redknot.execution import PromptCache
+from redknot.engine.request import Choice, Request
+from redknot.execution import Prefilled, PromptCache
 from redknot.segments import MemoryStore
 from redknot.segpaged import OutOfPages
 
@@ -200,3 +201,23 @@ def test_beginnings_stay_where_all_of_them_would_not_be_enough() -> None:
     assert world.session.beginnings.num_bytes == before > 0
     world.run()
     assert world.answers[running].reasons == ["length"]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_engine_that_computes_answers_again_shows_that_it_lives(exact: bool) -> None:
+    """For each token that an exact request repeats, and each layer of the others."""
+    world, signs = World(num_pages=pages(420), step_ms=0.01), list[int]()
+    resume = world.engine.company.resume
+
+    def watched(choice: Choice, prefilled: Prefilled, alive: Callable[[], None]) -> None:
+        told = list[int]()
+        resume(choice, prefilled, lambda: told.append(1))
+        signs.append(len(told) - (len(choice.tokens) - 1 if exact else 4))
+
+    world.engine.company.resume = watched  # type: ignore[method-assign]
+    for index in range(3):
+        prompt = prompt_of(segments(150, seed=index)[0], lead=30 * index)
+        world.submit(prompt, max_tokens=120, exact=exact)
+    world.run()
+    assert signs
+    assert min(signs) >= 0

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.engine.world import ROWS, World, prompt_of
 from tests.execution.eager import lively_session, spanned
 from tests.execution.test_masks import random_map
 from tests.tiny import random_ids
@@ -18,7 +19,9 @@ from redknot.heads import HeadMap
 from redknot.recovery import Policy
 from redknot.recovery.policies import Dense, Duo, QuestionDrop, RedKnot
 from redknot.segments import Prompt
+from redknot.segments.question import MAX_PROBE_TOKENS
 from redknot.segpaged import OutOfPages, PagePool
+from redknot.server.service import ROUNDING
 
 POLICIES = [Dense(), Duo(windows="decode"), Duo(windows="all"), QuestionDrop(), RedKnot()]
 
@@ -169,3 +172,15 @@ def test_building_holds_what_was_counted(tokens: int, monkeypatch: pytest.Monkey
         session.build(torch.arange(tokens))
     assert peak.pages == build_pages(session.executor, tokens + anchor)
     assert session.executor.storage.pool.num_used == 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 16, 500])
+def test_choices_that_share_what_there_is_are_taken(n: int, tokens: int) -> None:
+    """As the server shares it out where no length was asked for."""
+    world = World(num_pages=1 + ROWS * 150, max_requests=16)
+    prompt = prompt_of(question=tokens)
+    room = tokens_that_fit(world.session.executor, MAX_PROBE_TOKENS)
+    share = (room - len(prompt)) // n - ROUNDING
+    most = world.engine.intake.context_length - len(prompt)
+    assert isinstance(world.offer(prompt, n=n, max_tokens=max(1, min(share, most))), str)

@@ -34,6 +34,7 @@ READY = Ready(
     max_requests=8,
     num_pages=64,
     page_bytes=1024,
+    pool_tokens=2 * CONTEXT,
     policy="question_drop",
     head_map="",
     end_token_ids=(TOKENIZER.eos_token_id,),

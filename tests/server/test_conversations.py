@@ -7,6 +7,8 @@ import pytest
 from tests.server.asked import CHAT, COMPLETIONS, answer, chunks, error_of
 from tests.server.scripted import TOKENIZER, ScriptedEngine
 
+from redknot.server.service import ROUNDING
+
 pytestmark = pytest.mark.anyio
 DOCUMENT = "The bridge was built in 1904 of red stone. " * 6
 TURNS = [
@@ -189,3 +191,21 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, engine: Scrip
     (request,) = engine.submitted
     assert (request.policy, request.exact, request.salt) == ("epic", True, "")
     assert {name: getattr(request.sampling, name) for name in sampling} == sampling
+
+
+@pytest.mark.parametrize("n", [None, 1, 2, 7, 16])
+async def test_choices_share_the_pool_where_no_length_is_asked_for(
+    client: httpx.AsyncClient, engine: ScriptedEngine, n: int | None
+) -> None:
+    """So that no number of them is refused for what nobody asked for."""
+    for url in (CHAT, COMPLETIONS):
+        await answer(client, url, n=n, max_tokens=None)
+        asked, ready = engine.submitted[-1], engine.ready
+        room = ready.context_length - len(asked.token_ids)
+        most = asked.sampling.max_tokens
+        if n in (None, 1):
+            assert most == room
+            continue
+        assert n is not None
+        assert len(asked.token_ids) + n * (most + ROUNDING) <= ready.pool_tokens
+        assert most == room or n * (most + 1 + ROUNDING) > ready.pool_tokens - len(asked.token_ids)

@@ -1,6 +1,6 @@
 """Those who decode: one batch for all, and one each for requests that must be exact."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,9 @@ from redknot.engine.sampling import Picked, pick_all
 from redknot.engine.step_clock import StepClock
 from redknot.execution.batch import DecodeBatch
 from redknot.execution.executor import Executor, Prefilled
+
+REPLAY_TOKENS = 2048
+"Of an answer that run through the model at once when it is put in place again."
 
 
 @dataclass(eq=False)
@@ -87,19 +90,23 @@ class Company:
             found += zip(members, picked, strict=True)
         return found
 
-    def resume(self, choice: Choice, prefilled: Prefilled) -> None:
+    def resume(self, choice: Choice, prefilled: Prefilled, alive: Callable[[], None]) -> None:
         """As `add`, for one that was preempted: the tokens it had chosen get their K/V again.
 
         An exact one goes the way it went: token by token, in the batch that it goes on in.
+        ``alive`` is called all along: an answer may be long.
         """
         known = choice.tokens[:-1]
         if known and not choice.request.submit.exact:
             prefilled.retain()
-            self.executor.extend(prefilled, torch.tensor(known))
+            for part in torch.tensor(known).split(REPLAY_TOKENS):
+                for _ in self.executor.appending(prefilled, part):
+                    alive()
         self.add(choice, prefilled)
         if choice.request.submit.exact:
             for token in known:
                 self._alone[choice].step([token])
+                alive()
 
     def _batch_of_one(self) -> DecodeBatch:
         storage = self.executor.storage

@@ -272,7 +272,7 @@ class Engine:
             if choice.ended:
                 copy.cache.release()
             elif again:
-                self.company.resume(choice, copy)
+                self.company.resume(choice, copy, self.alive)
             else:
                 self.company.add(choice, copy)
         self.scheduler.jobs[request.request_id].phase = Phase.DECODE

@@ -129,6 +129,8 @@ class Ready(Message, frozen=True, kw_only=True):
     max_requests: int
     num_pages: int
     page_bytes: int
+    pool_tokens: int
+    "Of prompt and answers, for which all pages together have room."
     policy: str
     "The default policy."
     head_map: str

@@ -67,6 +67,7 @@ def prepare(config: EngineConfig) -> Prepared:
         max_requests=config.max_requests,
         num_pages=storage.pool.num_pages,
         page_bytes=storage.page_bytes,
+        pool_tokens=tokens_that_fit(session.executor, MAX_PROBE_TOKENS),
         policy=policy.describe(),
         head_map="" if head_map is None else head_map.digest(),
         end_token_ids=tuple(sorted(model.end_token_ids)),

@@ -223,6 +223,13 @@ class Executor:
         self, prefilled: Prefilled, token_ids: Int[Tensor, "new"]
     ) -> Float[Tensor, "new vocab"]:
         """Append tokens to the prompt; logits behind each of them."""
+        return self.adapter.logits(drained(self.appending(prefilled, token_ids)))
+
+    @torch.inference_mode()
+    def appending(
+        self, prefilled: Prefilled, token_ids: Int[Tensor, "new"]
+    ) -> Turns[Float[Tensor, "new hidden"]]:
+        """Append tokens to the prompt, in turns; hidden states behind the last layer."""
         cache = prefilled.cache
         positions = torch.arange(cache.length, cache.length + len(token_ids))
         cache.reserve(cache.length + len(token_ids))
@@ -232,8 +239,9 @@ class Executor:
         for index, layer in enumerate(self.adapter.layers):
             found = attention(trip, index, layer, placed, hidden)
             hidden = finish(layer, hidden, found.out, parts=self.parts)
+            yield len(token_ids)
         cache.evict()
-        return self.adapter.logits(hidden)
+        return hidden
 
     def _trip(
         self,

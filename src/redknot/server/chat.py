@@ -107,7 +107,7 @@ async def _job(service: Service, body: ChatRequest, request: Request) -> Job:
         trace,
         request_id=new_request_id(),
         salt=tenant.salt,
-        max_tokens=service.room(prompt, asked, "messages"),
+        max_tokens=service.room(prompt, asked, "messages", body.n),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=grammar,
     )

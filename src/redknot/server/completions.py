@@ -70,7 +70,7 @@ async def _job(
         trace,
         request_id=new_request_id(),
         salt=tenant.salt,
-        max_tokens=service.room(prompt, body.max_tokens, "prompt"),
+        max_tokens=service.room(prompt, body.max_tokens, "prompt", body.n),
         logprobs=body.logprobs,
     )
     return Job(request=submit, stop=body.stops, behind=tuple(submit.token_ids[-BEHIND:]))

@@ -23,6 +23,8 @@ from redknot.server.rendering import Renderer
 from redknot.server.schema.common import Common
 from redknot.server.settings import ServerSettings
 
+ROUNDING = 64
+"Tokens for which an answer may hold pages beyond its own."
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -75,8 +77,11 @@ class Service:
                 code="model_not_found",
             )
 
-    def room(self, prompt: Prompt, asked: int | None, param: str) -> int:
-        """Tokens that an answer may have; refuses what does not fit into the context."""
+    def room(self, prompt: Prompt, asked: int | None, param: str, choices: int | None) -> int:
+        """Tokens that an answer may have; refuses what does not fit into the context.
+
+        Where none are ``asked`` for, each of several ``choices`` gets a share of what there is.
+        """
         most, length = self.client.ready.context_length, len(prompt)
         wanted = 1 if asked is None else asked
         if length + wanted > most:
@@ -87,7 +92,12 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
-        return most - length if asked is None else asked
+        if asked is not None:
+            return asked
+        if choices in (None, 1):
+            return most - length
+        share = (self.client.ready.pool_tokens - length) // choices - ROUNDING
+        return max(1, min(most - length, share))
 
     def submit(
         self,
