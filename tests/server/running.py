@@ -99,11 +99,12 @@ class Running:
         with self.http() as client:
             return client.get("/live").json()
 
-    def counter(self, name: str) -> float:
-        """A metric without labels but the model's."""
+    def counter(self, name: str, label: str = "") -> float:
+        """A metric, summed over all series whose labels hold ``label``."""
         with self.http() as client:
             lines = client.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+        series = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+        return sum(float(line.split()[-1]) for line in series)
 
     def is_idle(self) -> bool:
         """Nobody runs or waits, and nothing is to be built."""

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.anyio
 both = pytest.mark.parametrize("url", ENDPOINTS)
 streamed = pytest.mark.parametrize("stream", [True, False])
 LONG: dict[str, Any] = {"ignore_eos": True}
+CANCELLED = ("redknot:requests_total", 'reason="cancelled"')
 
 
 def send(running: Running, url: str, request: dict[str, Any]) -> socket.socket:
@@ -66,13 +67,14 @@ def test_a_client_that_leaves_at_any_time(
 def test_a_client_that_leaves_while_it_waits(lean: Running, url: str, stream: bool) -> None:
     """SV-10: others go on, and then the queue is empty."""
     wait(lean.is_empty, 30)
-    request = body(COMPLETIONS, n=MAX_REQUESTS, max_tokens=700, **LONG)
+    left = lean.counter(*CANCELLED)
+    request = body(COMPLETIONS, n=MAX_REQUESTS, max_tokens=990, **LONG)
     running = send(lean, COMPLETIONS, request)
     wait(lambda: work(lean) == (1, 0))
-    waits = send(lean, url, body(url, stream=stream))
+    waits = send(lean, url, body(url, stream=stream, max_tokens=990, **LONG))
     wait(lambda: work(lean) == (1, 1))
     waits.close()
-    wait(lambda: work(lean) == (1, 0), 2)
+    wait(lambda: lean.counter(*CANCELLED) == left + 1, 2)
     running.close()
     wait(lean.is_empty, 2)
 
