@@ -12,7 +12,7 @@ from tests.engine.world import World, prompt_of, segments
 
 from redknot.engine.messages import Cancel, Grammar
 from redknot.engine.sampling import Picker
-from redknot.execution import executor
+from redknot.execution import PromptCache, executor
 from redknot.execution.sampling import Chooser, Sampling
 from redknot.segments import MemoryStore
 
@@ -126,3 +126,18 @@ def test_what_a_request_had_found_goes_with_it() -> None:
     finally:
         gc.enable()
     assert alive <= 2  # those that are stored
+
+
+def test_an_answer_whose_pages_cannot_be_kept_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(cache: PromptCache) -> PromptCache:
+        raise Odd("no memory")
+
+    world = World(policy="prefix")
+    names = [world.submit(prompt_of(lead=30 * at), max_tokens=5 + 9 * at) for at in range(2)]
+    while len(world.engine.company) < 2:
+        world.turn()
+    with monkeypatch.context() as patched:
+        patched.setattr(PromptCache, "fork", fails)
+        world.run()
+    assert [world.answers[name].reasons for name in names] == [["length"]] * 2
+    world.assert_empty()

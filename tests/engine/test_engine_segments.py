@@ -5,6 +5,7 @@ import torch
 from tests.engine.world import World, prompt_of, segments
 from tests.tiny import random_ids
 
+from redknot.engine import catalogue
 from redknot.engine.messages import (
     FromEngine,
     Refused,
@@ -264,3 +265,17 @@ def test_the_size_of_a_state_is_known_before_it_is_built(tokens: int) -> None:
         assert other.session.may_store(tokens) == fits
         other.session.build(ids)
         assert (other.session.stored(ids) is not None) == fits
+
+
+def test_no_more_is_remembered_than_some_beyond_what_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each state pushes out the one before; what was asked for last is known in any case."""
+    monkeypatch.setattr(catalogue, "MOST_ABSENT", 5)
+    size = World().session.build(A).num_bytes
+    world = World(store=MemoryStore(size))
+    for number, ids in enumerate(segments(*[60] * 20)):
+        key = add(world, ids, salt=f"tenant-{number % 3}").key
+        assert listed(world, salt=f"tenant-{number % 3}")[key] == "ready"
+        known = world.engine.background.catalogue._known
+        assert sum(map(len, known.values())) <= 5 + 1 + 1

@@ -7,6 +7,9 @@ from redknot.engine.messages import SegmentInfo, Segments
 from redknot.execution.session import Session
 from redknot.segments import SegmentState
 
+MOST_ABSENT = 1 << 14
+"Segments that are remembered although the store has let go of their state."
+
 
 @dataclass(eq=False)
 class Catalogue:
@@ -19,6 +22,11 @@ class Catalogue:
         """A segment is on its way."""
         info = SegmentInfo(key=key, num_tokens=num_tokens, num_bytes=0, state="building")
         self._known.setdefault(salt, {})[key] = info
+        if (
+            sum(map(len, self._known.values()))
+            > MOST_ABSENT + self.session.store.usage().num_entries
+        ):
+            self._forget_absent()
 
     def ready(self, salt: str, key: str, state: SegmentState) -> SegmentInfo:
         """Its state is there."""
@@ -44,6 +52,14 @@ class Catalogue:
             return False
         self.session.store.delete(bytes.fromhex(key))
         return True
+
+    def _forget_absent(self) -> None:
+        stored = set(map(bytes.hex, self.session.store.keys()))
+        for salt, mine in list(self._known.items()):
+            kept = {k: i for k, i in mine.items() if i.state == "building" or k in stored}
+            self._known[salt] = kept
+            if not kept:
+                del self._known[salt]
 
     def answer(self, request_id: str, salt: str, keys: Sequence[str] | None) -> Segments:
         """What is known under ``keys``, or all of a tenant."""

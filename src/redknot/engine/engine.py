@@ -329,7 +329,10 @@ class Engine:
         prefilled = self.company.remove(choice)
         if prefilled is not None:
             if ended.reason in ("stop", "length", "cancelled"):
-                self._keep(choice, prefilled)
+                try:
+                    self._keep(choice, prefilled)
+                except FAULTS as error:  # a device without memory; the answer is whole
+                    log.warning("the pages of an answer are not kept: %s", told(error))
             prefilled.cache.release()
         if request.prefilled is not None:  # its first tokens are being chosen
             return
