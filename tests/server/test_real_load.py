@@ -66,7 +66,7 @@ def test_a_client_that_leaves_at_any_time(
 @streamed
 def test_a_client_that_leaves_while_it_waits(lean: Running, url: str, stream: bool) -> None:
     """SV-10: others go on, and then the queue is empty."""
-    wait(lean.is_empty, 30)
+    lean.until_idle()  # a client of before may have left before the server had its body
     left = lean.counter(*CANCELLED)
     request = body(COMPLETIONS, n=MAX_REQUESTS, max_tokens=990, **LONG)
     running = send(lean, COMPLETIONS, request)
@@ -74,7 +74,8 @@ def test_a_client_that_leaves_while_it_waits(lean: Running, url: str, stream: bo
     waits = send(lean, url, body(url, stream=stream, max_tokens=990, **LONG))
     wait(lambda: work(lean) == (1, 1))
     waits.close()
-    wait(lambda: lean.counter(*CANCELLED) == left + 1, 2)
+    wait(lambda: lean.counter(*CANCELLED) > left, 2)
+    assert work(lean) == (1, 0)
     running.close()
     wait(lean.is_empty, 2)
 
