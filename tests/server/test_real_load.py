@@ -75,7 +75,7 @@ def test_a_client_that_leaves_while_it_waits(lean: Running, url: str, stream: bo
     wait(lambda: work(lean) == (1, 1))
     waits.close()
     wait(lambda: lean.counter(*CANCELLED) > left, 2)
-    assert work(lean) == (1, 0)
+    assert work(lean)[1] == 0
     running.close()
     wait(lean.is_empty, 2)
 
