@@ -279,3 +279,17 @@ def test_no_more_is_remembered_than_some_beyond_what_is_stored(
         assert listed(world, salt=f"tenant-{number % 3}")[key] == "ready"
         known = world.engine.background.catalogue._known
         assert sum(map(len, known.values())) <= 5 + 1 + 1
+
+
+def test_a_segment_that_finds_the_queue_full_is_refused_as_a_request_is() -> None:
+    """429: it may be tried again; nothing of it is remembered."""
+    world = World(max_waiting=1)
+    waits = world.submit(prompt_of(lead=1))
+    world.engine.background.ask(SegmentAdd(request_id="add", token_ids=A.tolist()))
+    (told,) = world.engine.background.mail
+    assert isinstance(told, Refused), told
+    assert (told.status, told.code) == (429, "queue_full")
+    world.engine.background.mail.clear()
+    assert listed(world) == {}
+    assert world.answers[waits].reasons == ["length"]
+    assert add(world, A).state == "ready"

@@ -153,9 +153,11 @@ class Background:
         job = self.intake.job(request)
         task = Task(f"shadow-{request.request_id}", start, self._shadowed, self._shadow_failed)
         waiting = sum(name.startswith("shadow-") for name in self._tasks)
-        if waiting >= MOST_SHADOWS or not self._schedule(
-            task, job.pages, job.ms * len(sides), time.time() + SHADOW_DELAY
-        ):
+        try:
+            if waiting >= MOST_SHADOWS:
+                raise QueueFull(f"{MOST_SHADOWS} shadow runs wait already")
+            self._schedule(task, job.pages, job.ms * len(sides), time.time() + SHADOW_DELAY)
+        except (QueueFull, NeverFits):
             self.counters.add("shadow_dropped")
 
     def ask(self, asked: SegmentAdd | SegmentQuery | SegmentDelete) -> None:
@@ -213,8 +215,17 @@ class Background:
         self.catalogue.building(asked.salt, key, len(ids))
         pages = build_pages(self.session.executor, len(ids) + anchor)
         task = Task(f"build-{key}-{asked.request_id}", start, done, failed)
-        if not self._schedule(task, pages, self.intake.milliseconds(len(ids)), time.time()):
-            failed("too many requests wait, or the segment is too large")
+        try:
+            self._schedule(task, pages, self.intake.milliseconds(len(ids)), time.time())
+        except (QueueFull, NeverFits) as error:
+            self.catalogue.failed(asked.salt, key)
+            self._not_taken(asked.request_id, error)
+
+    def _not_taken(self, request_id: str, error: Exception) -> None:
+        if isinstance(error, QueueFull):
+            self._refuse(request_id, 429, "queue_full", f"{error}; try again later")
+        else:
+            self._refuse(request_id, 400, "too_large", f"the segment {error}")
 
     def _stop_building(self, key: str) -> None:
         """Whoever waits for it hears that it was deleted."""
@@ -223,14 +234,9 @@ class Background:
             self.remove(task_id)
             task.failed("the segment was deleted meanwhile")
 
-    def _schedule(self, task: Task, pages: int, ms: float, arrived: float) -> bool:
-        job = Job(task.task_id, arrived, pages, pages, ms, choices=0)
-        try:
-            self.scheduler.add(job)
-        except (QueueFull, NeverFits):
-            return False
+    def _schedule(self, task: Task, pages: int, ms: float, arrived: float) -> None:
+        self.scheduler.add(Job(task.task_id, arrived, pages, pages, ms, choices=0))
         self._tasks[task.task_id] = task
-        return True
 
     def _shadowed(self, agreement: object) -> None:
         value = float(agreement)  # type: ignore[arg-type]
