@@ -150,12 +150,12 @@ class Background:
             ids, tokens = request.prompt.token_ids, torch.tensor(answer)
             return shadow(self.session.executor, ids, tokens, sides)
 
+        if sum(name.startswith("shadow-") for name in self._tasks) >= MOST_SHADOWS:
+            self.counters.add("shadow_dropped")
+            return
         job = self.intake.job(request)
         task = Task(f"shadow-{request.request_id}", start, self._shadowed, self._shadow_failed)
-        waiting = sum(name.startswith("shadow-") for name in self._tasks)
         try:
-            if waiting >= MOST_SHADOWS:
-                raise QueueFull(f"{MOST_SHADOWS} shadow runs wait already")
             self._schedule(task, job.pages, job.ms * len(sides), time.time() + SHADOW_DELAY)
         except (QueueFull, NeverFits):
             self.counters.add("shadow_dropped")

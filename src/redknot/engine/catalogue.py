@@ -22,10 +22,8 @@ class Catalogue:
         """A segment is on its way."""
         info = SegmentInfo(key=key, num_tokens=num_tokens, num_bytes=0, state="building")
         self._known.setdefault(salt, {})[key] = info
-        if (
-            sum(map(len, self._known.values()))
-            > MOST_ABSENT + self.session.store.usage().num_entries
-        ):
+        most = MOST_ABSENT + self.session.store.usage().num_entries
+        if sum(map(len, self._known.values())) > most:
             self._forget_absent()
 
     def ready(self, salt: str, key: str, state: SegmentState) -> SegmentInfo:
@@ -56,9 +54,10 @@ class Catalogue:
     def _forget_absent(self) -> None:
         stored = set(map(bytes.hex, self.session.store.keys()))
         for salt, mine in list(self._known.items()):
-            kept = {k: i for k, i in mine.items() if i.state == "building" or k in stored}
-            self._known[salt] = kept
-            if not kept:
+            for key, info in list(mine.items()):
+                if info.state != "building" and key not in stored:
+                    del mine[key]
+            if not mine:
                 del self._known[salt]
 
     def answer(self, request_id: str, salt: str, keys: Sequence[str] | None) -> Segments:
